@@ -14,6 +14,7 @@ from roundpipe_fx.analysis.cost import CostModel
 from roundpipe_fx.analysis.remat_schedule import RematSchedule
 from roundpipe_fx.analysis.tiling import TileRegion
 from roundpipe_fx.ir.options import Options, StageCompiler
+from roundpipe_fx.ir.value_on_host import ValueOnHost
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 
 __all__ = ["Pass", "PassContext", "PassLevel", "always"]
@@ -59,6 +60,8 @@ class PassContext:
         sums: whether stage modules add gradients to those of earlier microbatches.
         program: ``"forward"`` or ``"backward"``, for passes on programs.
         overlapped: names of the stage modules that gain by running beside the module that is called before them.
+        runs_programs: whether the programs run, and not a schedule of their stage modules.
+        host_copies: values that are on the host between the programs.
         dump: folder to which graphs are written after each pass; ``None``: nowhere.
     """
 
@@ -83,6 +86,8 @@ class PassContext:
     sums: bool = False
     program: str = ""
     overlapped: Collection[str] = ()
+    runs_programs: bool = False
+    host_copies: Sequence[ValueOnHost] = ()
     dump: Path | None = None
 
 

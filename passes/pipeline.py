@@ -44,6 +44,7 @@ from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 from roundpipe_fx.passes.equal_collectives import merge_equal_collectives
 from roundpipe_fx.passes.fuse_costs import fuse_costs, fuse_costs_of_body
 from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
+from roundpipe_fx.passes.host_copies import copy_back, copy_to_host
 from roundpipe_fx.passes.in_place_draws import draw_in_memory_order
 from roundpipe_fx.passes.interpolation import restore_interpolation
 from roundpipe_fx.passes.layouts import restore_layouts
@@ -145,6 +146,11 @@ def _sums(context: PassContext) -> bool:
 def _backward_program(context: PassContext) -> bool:
     """the backward's program"""
     return context.program == "backward"
+
+
+def _copied_to_host(context: PassContext) -> bool:
+    """values that the user wants on the host, on one device"""
+    return bool(context.host_copies)
 
 
 def default_passes() -> list[Pass]:
@@ -393,6 +399,15 @@ _PASSES = (
         level=PassLevel.PROGRAM,
         when=_backward_program,
         about="stream-level fork and join, where recomputation overlaps with a gradient",
+    ),
+    Pass(
+        "host_copies",
+        lambda graph, context: (copy_back if context.program == "backward" else copy_to_host)(
+            graph, context.host_copies
+        ),
+        level=PassLevel.PROGRAM,
+        when=_copied_to_host,
+        about="values leave for the host in the forward, and come back in the backward",
     ),
 )
 

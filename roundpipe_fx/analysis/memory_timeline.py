@@ -112,7 +112,7 @@ def memory_timeline(
         call, node = event.what
         name, module, line = "loss", "", ""
         if node is not None:
-            node = own_nodes[call].get(node.name, node)
+            node = own_nodes.get(call, {}).get(node.name, node)
             makers.update(dict.fromkeys(event.makes, node) | _items(node, event.makes))
             name = node.name
             module, line = _origin(node, source)

@@ -14,6 +14,7 @@ programs yet: it makes such events of its own operations (:mod:`roundpipe_fx.rem
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ _SWITCHES = (torch.ops.streams.fork.default, torch.ops.streams.join.default)
 """Operators that make another stream the current one: their second operand."""
 CALLER = "the caller"
 """Stands for the call that runs while the loss is computed outside the model."""
+COPIES = "copies"
+"""Stands for the call that copies values to the host and back."""
 
 
 class FollowedCall(NamedTuple):
@@ -169,6 +172,8 @@ class ProgramEvents:
         for node in graph.nodes:
             if node.target in _SWITCHES:
                 self._stream = int(node.args[1])
+            if node.op == "call_function" and node.target is not operator.getitem:
+                self._copy(node, values)
             if node.op != "call_module":
                 continue
             arguments: Any = node.args[0]
@@ -178,6 +183,20 @@ class ProgramEvents:
                     values[item] = results[int(item.args[1])]
         returned: Any = graph.output_node().args[0]
         return [values[item] if isinstance(item, fx.Node) else [] for item in returned]
+
+    def _copy(self, node: fx.Node, values: dict[fx.Node, list[int]]) -> None:
+        """Follow a copy to the host, where memory does not count, or back; waits hold what they are given."""
+        if not isinstance(node.meta.get("val"), torch.Tensor):  # an operation on streams
+            return
+        operands = node.all_input_nodes
+        made: list[int] = []
+        values[node] = values[operands[0]]
+        if node.meta["val"].device != operands[0].meta["val"].device:
+            made = [] if node.meta["val"].device.type == "cpu" else [self.numbers.new(node.meta["val"])]
+            values[node] = made or [OUTSIDE]
+        self.makers.update(dict.fromkeys(made, node))
+        reads = [storage for operand in operands for storage in values[operand] if storage != OUTSIDE]
+        self.events.append(Event((COPIES, node), list(dict.fromkeys(reads)), made, stream=self._stream))
 
     def _call(self, name: str, module: fx.GraphModule, arguments: list[list[int]]) -> list[list[int]]:
         start = len(self.events)

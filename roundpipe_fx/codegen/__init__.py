@@ -1,7 +1,14 @@
 """Code generation: from a graph in which every decision is explicit to stage modules and programs."""
 
 from roundpipe_fx.codegen.program import Program, emit_backward_program, emit_forward_program, seen_by_autograd
-from roundpipe_fx.codegen.stage_modules import KnownModules, StageModule, emit_stage_modules, moved, own_nodes
+from roundpipe_fx.codegen.stage_modules import (
+    KnownModules,
+    StageModule,
+    emit_stage_modules,
+    moved,
+    own_nodes,
+    value_name,
+)
 from roundpipe_fx.codegen.text import program_text, stage_text
 
 __all__ = [
@@ -16,4 +23,5 @@ __all__ = [
     "program_text",
     "seen_by_autograd",
     "stage_text",
+    "value_name",
 ]

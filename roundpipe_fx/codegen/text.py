@@ -118,7 +118,12 @@ def _program_lines(
     if node.op == "call_module":
         return _call_lines(node, calls[str(node.target)], last_use, describe)
     if node.op == "call_function" and node.target is not operator.getitem:
-        return [f"    {expression_text(node, {})}"]
+        operands = node.all_input_nodes
+        line = f"    {expression_text(node, {operand: operand.name for operand in operands})}"
+        if not operands:  # an operation on streams
+            return [line]
+        dying = [operand.name for operand in operands if last_use[operand] is node]
+        return [f"    {node.name} = {line.strip()}", *(_wrapped("    del (", dying, ")") if dying else [])]
     return []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.analysis.cost.roofline import roofline_of
 from roundpipe_fx.analysis.cost.trial import write_trials
 from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.budget import default_budget
 from roundpipe_fx.codegen import (
@@ -44,11 +45,12 @@ from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.tiled_frontier import plans_in_tiles
 from roundpipe_fx.compiler.tiling import Needs, TilingSteps, UnmetError, plan_with_tiles
+from roundpipe_fx.compiler.values_on_host import host_copies, wanted_bytes
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, tensor_values
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.region import budget_of_region
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
-from roundpipe_fx.remat.choose import Chosen, choose
+from roundpipe_fx.remat.choose import Chosen, choices, choose
 from roundpipe_fx.remat.early import early_within
 from roundpipe_fx.remat.follow_sequence import fit_sequence
 from roundpipe_fx.remat.least_bytes import least_bytes
@@ -98,7 +100,7 @@ def lower(
     """
     setting = _setting(joint, options, registered_syncs, workspaces, training, step=step)
     beyond = (workspaces or {}).get(COMPILED_STAGES, 0) if setting.compiler != "eager" else 0
-    setting = dataclasses.replace(setting, share=share, beyond_plan=beyond)
+    setting = dataclasses.replace(setting.knowing(runs_programs=True), share=share, beyond_plan=beyond)
     file = _plan_file(joint, setting)
     cached = file.read() if file is not None else None
     marking = _first_marking(setting.passes)
@@ -341,7 +343,8 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float, limit: int
     shared = without_common_subexpressions(joint, setting) if rotor is None else None
     joint = setting.run(joint, PassLevel.STAGED)
     operations = dataclasses.replace(operations_of(joint, setting), step=step)
-    if limit is not None and rotor is None:
+    on_host = wanted_bytes(joint, setting.device.type) if setting.context.runs_programs else 0
+    if limit is not None and rotor is None and not on_host:
         least = least_bytes(operations)
         if least.bytes > limit:
             raise UnmetError(Needs(bytes=least.bytes, operation=least.operation, live=least.live))
@@ -349,6 +352,21 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float, limit: int
     beside = stages_to_overlap(joint, _full(setting))
     margin = 0
     emitted: list[tuple[Candidate, int]] = []
+
+    def lowered_by(chosen: Chosen) -> Lowered:
+        """Emitted as chosen. Programs may need a little more than was planned: then nothing is early."""
+        followed, schedule = chosen.followed, chosen.candidate.schedule
+        early = early_within(followed, schedule, beside)
+        for tried in (schedule,) if early is schedule else (early, schedule):
+            copy = (joint if followed is not whole or shared is None else shared).copy()
+            remat = remat_schedule(followed, tried).on(copy.graph)
+            lowered = emit(copy, setting.knowing(schedule=remat), chosen=chosen)
+            if lowered.peak.bytes <= chosen.limit:
+                break
+        return lowered
+
+    if on_host and isinstance(budget, int) and rotor is None:
+        return _first_within(_some_of(choices(operations, budget, setting.share, whole)), lowered_by)
     while True:
         if rotor is None:
             chosen = choose(operations, budget, setting.share, margin, whole, emitted)
@@ -359,22 +377,41 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float, limit: int
             chosen = Chosen(
                 candidate=fitted.candidate, limit=limit, graph=operations, frontier=frontier, followed=operations
             )
-        followed, schedule = chosen.followed, chosen.candidate.schedule
-        early = early_within(followed, schedule, beside)
-        excess = 0
-        # Emitted programs may need a little more than was planned: then nothing is early.
-        for tried in (schedule,) if early is schedule else (early, schedule):
-            copy = (joint if followed is not whole or shared is None else shared).copy()
-            remat = remat_schedule(followed, tried).on(copy.graph)
-            lowered = emit(copy, setting.knowing(schedule=remat), chosen=chosen)
-            excess = lowered.peak.bytes - chosen.limit
-            if excess <= 0:
-                return lowered
+        lowered = lowered_by(chosen)
+        excess = lowered.peak.bytes - chosen.limit
+        if excess <= 0:
+            return lowered
         if not chosen.fits:
             raise UnmetError(Needs.of_plan(chosen, lowered.peak.bytes), chosen)
         emitted.append((chosen.candidate, lowered.peak.bytes))
         log.info("the programs exceed the budget by %d bytes more than was planned; replanning", excess)
         margin += excess
+
+
+_EMITTED = 24
+"""Plans that are emitted at most, where it is known only then what they need."""
+
+
+def _some_of(plans: Sequence[Chosen]) -> list[Chosen]:
+    """The first, the last, and some between them."""
+    last = len(plans) - 1
+    return [plans[place] for place in sorted({round(last * part / (_EMITTED - 1)) for part in range(_EMITTED)})]
+
+
+def _first_within(plans: Sequence[Chosen], lowered_by: Callable[[Chosen], Lowered]) -> Lowered:
+    """The first of some plans whose programs stay within the limit.
+
+    Raises:
+        UnmetError: none does; with the one that needs least.
+    """
+    needs: list[tuple[int, Chosen]] = []
+    for chosen in plans:
+        lowered = lowered_by(chosen)
+        if lowered.peak.bytes <= chosen.limit:
+            return lowered
+        needs.append((lowered.peak.bytes, chosen))
+    least, chosen = min(needs, key=lambda need: need[0])
+    raise UnmetError(Needs.of_plan(chosen, least), chosen)
 
 
 def emit(
@@ -414,10 +451,18 @@ def emit(
     modules = emit_stage_modules(joint, rewrite, known)
     forward = emit_forward_program(joint, modules)
     backward = emit_backward_program(joint, modules) if training else None
-    _rewrite_program(forward, setting)
-    if backward is not None:
-        _rewrite_program(backward, setting, modules_to_overlap(joint, backward, unfilled))
     tangents = joint.expected_tangents if setting.compiler == "eager" else joint.tangents
+    if backward is not None:
+        if setting.context.runs_programs:
+            granularity = allocation_granularity(setting.device)
+            copies = host_copies(joint, forward, backward, tangents, setting.device.type, granularity)
+            setting = setting.knowing(host_copies=copies)
+        away = {copy.value for copy in setting.context.host_copies}
+        # The copy back of a value is waited for on the main stream alone.
+        reading = {call.name for call in backward.calls if any(node.name in away for node in call.inputs)}
+        overlapped = modules_to_overlap(joint, backward, unfilled) - reading
+        _rewrite_program(backward, setting, overlapped)
+    _rewrite_program(forward, setting)
     return Lowered(
         joint=joint,
         setting=setting,

@@ -113,6 +113,7 @@ class Lowered:
             peak=self.peak,
             chosen=self.chosen,
             beyond_plan=setting.beyond_plan,
+            on_host=tuple(copy.value for copy in setting.context.host_copies),
             alive=setting.step.alive if setting.step is not None else 1,
             # Of what is needed for it, so that the plan does not keep the planner's result.
             read_step=functools.partial(

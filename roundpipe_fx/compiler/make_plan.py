@@ -47,6 +47,7 @@ def make_plan(
     chosen: Chosen | Recalled | None = None,
     beyond_plan: int = 0,
     alive: int = 1,
+    on_host: tuple[str, ...] = (),
     read_step: Callable[[], EmittedStep] | None = None,
     read_in_tiles: Callable[[], PlansInTiles] | None = None,
 ) -> Plan:
@@ -62,6 +63,7 @@ def make_plan(
         chosen: the planner's result, if there is a budget.
         beyond_plan: bytes that compiled stages are assumed to hold beyond what the graph says; the peak includes them.
         alive: how many calls are assumed to be alive at once; the peak includes them.
+        on_host: names of the values that are on the host between the programs.
         read_step: gives memory over the step, and where values stand in the emitted code.
         read_in_tiles: gives what plans in tiles reach; ``None``: there are none.
     """
@@ -78,6 +80,7 @@ def make_plan(
         sizes=_largest_inputs(joint),
         training=backward is not None,
         modules=tuple(modules.values()),
+        on_host=on_host,
         programs=(forward,) if backward is None else (forward, backward),
         read_operations=chosen.read_operations if chosen is not None else None,
         read_step=read_step,

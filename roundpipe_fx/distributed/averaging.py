@@ -35,7 +35,7 @@ from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.schedules.data_parallel import aligned_bytes, together
 
-__all__ = ["Averaging", "GradientBucket", "Reduction", "buckets_of", "known_at_end", "reductions_of"]
+__all__ = ["Averaging", "GradientBucket", "GradientReduction", "buckets_of", "known_at_end", "reductions_of"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class GradientBucket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduction:
+class GradientReduction:
     """Gradients that are reduced as one tensor.
 
     Attributes:
@@ -121,7 +121,7 @@ def buckets_of(
 
 def reductions_of(
     buckets: Sequence[GradientBucket], parameters: Mapping[int, torch.Tensor], sharded: Collection[int]
-) -> list[Reduction]:
+) -> list[GradientReduction]:
     """What is reduced as one tensor, in the order in which reductions are started: the same for all replicas.
 
     Args:
@@ -140,7 +140,8 @@ def reductions_of(
             for places in together([parameters[key].numel() * dtype.itemsize for key in keys], is_sharded)
         ]
         reductions += [
-            Reduction(place=bucket.place, keys=keys, waits=bool(sharded) and keys is groups[0]) for keys in groups
+            GradientReduction(place=bucket.place, keys=keys, waits=bool(sharded) and keys is groups[0])
+            for keys in groups
         ]
     return reductions
 
@@ -162,7 +163,7 @@ class Averaging:
     """
 
     replicas: Replicas
-    reductions: list[Reduction]
+    reductions: list[GradientReduction]
     parameters: Mapping[int, torch.Tensor]
     over_ranks: Collection[int] = ()
     unsynchronized: Collection[int] = ()

@@ -153,9 +153,9 @@ MARK_USES: Mapping[str, MarkUse] = {
     Mark.FLOPS: _use(
         "annotate row_slices", "recompute_regions segments accumulate_gradients analysis compiler", "annotate"
     ),
-    Mark.MUST_SAVE: _use("hoist_host_syncs recompute_regions", "recompute_regions analysis compiler pipeline remat"),
+    Mark.MUST_SAVE: _use("hoist_host_syncs recompute_regions", "recompute_regions analysis compiler remat"),
     Mark.MUST_RECOMPUTE: _use("recompute_regions", "analysis compiler remat"),
-    Mark.ON_HOST: _use("recompute_regions", "pipeline"),
+    Mark.ON_HOST: _use("recompute_regions", "compiler"),
     Mark.SEGMENT: _use(
         "segments apply_remat_schedule",
         "apply_remat_schedule rounds split_backward stages accumulate_gradients analysis compiler pipeline remat",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost.of_node import tensor_bytes
@@ -15,9 +13,10 @@ from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes
 from roundpipe_fx.analysis.stage_calls import HeldBytes, simulate_calls
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.ir.joint_graph import Mark, Phase, is_seeded, tensor_values, viewed
+from roundpipe_fx.compiler.values_on_host import is_wanted_on_host, may_be_on_host
+from roundpipe_fx.ir.joint_graph import Phase, is_seeded, tensor_values
 from roundpipe_fx.schedules import ActionKind, Held, StageAction, StageGraph, StepCosts
-from roundpipe_fx.torch_private import data_dependent_symbol, run_and_save_rng_state
+from roundpipe_fx.torch_private import run_and_save_rng_state
 
 __all__ = ["Steps", "step_costs", "steps_of"]
 
@@ -121,7 +120,7 @@ def step_costs(
         sent_bytes=sent_bytes,
         held=_held(held, steps, step_of, kind),
         wanted_on_host=frozenset(
-            number for number, node in enumerate(steps.maker) if _may_be_offloaded(node, kind) and _is_wanted(node)
+            number for number, node in enumerate(steps.maker) if may_be_on_host(node, kind) and is_wanted_on_host(node)
         ),
         peak_bytes={step: call.peak for step, call in of_step.items()},
         first_peak_bytes=first_peaks,
@@ -155,38 +154,14 @@ def _held(held: Sequence[HeldBytes], steps: Steps, step_of: Mapping[str, StageAc
     for value in held:
         maker, readers = step_of[value.maker], tuple(step_of[name] for name in value.readers)
         node = None if value.result is None else steps.modules[maker].outputs[value.result]
-        may_leave = node is not None and not value.lasts and _may_be_offloaded(node, kind)
-        wanted = may_leave and node is not None and _is_wanted(node)
+        may_leave = node is not None and not value.lasts and may_be_on_host(node, kind)
+        wanted = may_leave and node is not None and is_wanted_on_host(node)
         number = numbers[node] if node is not None else -1
         alike.setdefault((maker, readers, value.lasts, may_leave, wanted), []).append((number, value.bytes))
     return tuple(
         Held(sum(size for _, size in values), maker, readers, lasts, tuple(values) if may_leave else ())
         for (maker, readers, lasts, may_leave, _), values in alike.items()
     )
-
-
-def _may_be_offloaded(node: fx.Node, kind: str) -> bool:
-    """Whether a value that alone refers to its memory may be copied to the host and back.
-
-    Values of host synchronizations and discrete decisions stay, as do sizes that depend on data.
-    """
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device.type != kind:
-        return False
-    computed = node.args[0] if node.target is operator.getitem else node
-    hoisted = any(isinstance(source, fx.Node) and Mark.MUST_SAVE in source.meta for source in (node, computed))
-    if hoisted and not _is_wanted(node):
-        return False
-    sizes = (*value.shape, *value.stride())
-    sized = all(data_dependent_symbol(size) is None for size in sizes)
-    return sized and not value.dtype.is_complex and not value.is_neg()
-
-
-def _is_wanted(node: fx.Node) -> bool:
-    """Whether the user wants a value on the host, what it is a view of, or the operation that computes it."""
-    base = viewed(node)
-    computed = base.all_input_nodes if base.target is operator.getitem else []
-    return any(Mark.ON_HOST in source.meta for source in (base, *computed))
 
 
 def _of(gradients: Mapping[int, int], owners: Collection[int]) -> dict[int, int]:

@@ -14,7 +14,7 @@ from roundpipe_fx.remat.search import Candidate, SearchResult, everything_kept, 
 from roundpipe_fx.remat.several_calls import search_for_step
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["Chosen", "choose", "refusal"]
+__all__ = ["Chosen", "choices", "choose", "refusal"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,21 +61,7 @@ def choose(
         whole: the same with equal values shared, for schedules that save everything.
         emitted: candidates that were chosen before, with the peak bytes of the programs emitted for them.
     """
-    blocks = Blocks(graph)
-    kept, followed = everything_kept(blocks), graph
-    if whole is not None:
-        shared = everything_kept(Blocks(whole))
-        if shared.peak.bytes < kept.peak.bytes:
-            kept, followed = shared, whole
-    fits = kept.peak.bytes + margin <= budget * share if isinstance(budget, int) else budget == 1.0
-    # A step that fits without recomputation needs no search.
-    if fits and share == 1.0 and not graph.regions:
-        result = SearchResult([kept], [])
-    else:
-        result = search(blocks, kept=kept) if graph.step is None else search_for_step(blocks)
-    candidates = result.candidates
-    limit = int(limit_of(budget, candidates[-1].peak.bytes, candidates[0].peak.bytes) * share)
-    candidates = refine(blocks, result, limit - margin)
+    candidates, limit, kept, followed = _candidates(graph, budget, share, margin, whole)
     frontier = tuple((candidate.peak.bytes, candidate.seconds) for candidate in candidates)
     lowest = candidates[-1]
     known = [(item.schedule.choice, item.peak.bytes, peak) for item, peak in emitted]
@@ -102,6 +88,45 @@ def choose(
     # The margin comes from other candidates; what this one's programs need is known once they are emitted.
     tried = any((choice, size) == _key(lowest) for choice, size, _ in known)
     return chosen(lowest, limit, fits=not tried and lowest.peak.bytes <= limit)
+
+
+def choices(graph: OperationGraph, budget: int, share: float, whole: OperationGraph | None) -> list[Chosen]:
+    """All schedules, each as if it was chosen, the least recomputation first: where emitted programs need less than is
+    simulated here, since values leave the device. Arguments as for :func:`choose`."""
+    candidates, limit, kept, followed = _candidates(graph, budget, share, 0, whole)
+    frontier = tuple((candidate.peak.bytes, candidate.seconds) for candidate in candidates)
+    return [
+        Chosen(
+            candidate=candidate,
+            limit=limit,
+            graph=graph,
+            frontier=frontier,
+            followed=followed if candidate is kept else graph,
+        )
+        for candidate in candidates
+    ]
+
+
+def _candidates(
+    graph: OperationGraph, budget: int | float, share: float, margin: int, whole: OperationGraph | None
+) -> tuple[list[Candidate], int, Candidate, OperationGraph]:
+    """The schedules to choose from, highest peak first; the limit in bytes; the one that keeps everything, and its
+    operations."""
+    blocks = Blocks(graph)
+    kept, followed = everything_kept(blocks), graph
+    if whole is not None:
+        shared = everything_kept(Blocks(whole))
+        if shared.peak.bytes < kept.peak.bytes:
+            kept, followed = shared, whole
+    fits = kept.peak.bytes + margin <= budget * share if isinstance(budget, int) else budget == 1.0
+    # A step that fits without recomputation needs no search.
+    if fits and share == 1.0 and not graph.regions:
+        result = SearchResult([kept], [])
+    else:
+        result = search(blocks, kept=kept) if graph.step is None else search_for_step(blocks)
+    candidates = result.candidates
+    limit = int(limit_of(budget, candidates[-1].peak.bytes, candidates[0].peak.bytes) * share)
+    return refine(blocks, result, limit - margin), limit, kept, followed
 
 
 def _key(candidate: Candidate) -> tuple[RematChoice, int]:

@@ -43,6 +43,8 @@ def explained(plan: Plan, name: str) -> str:
 
 def _offloaded(plan: Plan, name: str) -> str:
     """What is added to the explanation of a value that leaves its device."""
+    if name in plan.on_host:
+        return "; on the host from the forward to the backward"
     for value in plan.pipeline.offloaded if plan.pipeline is not None else ():
         if value.name == name:
             count = plan.pipeline.microbatches if plan.pipeline is not None else 0

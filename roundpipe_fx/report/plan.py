@@ -22,7 +22,7 @@ from roundpipe_fx.report.explanation import explained
 from roundpipe_fx.report.plan_details import EmittedStep, PlanDetails
 from roundpipe_fx.report.plan_json import fields_of_json, json_of_plan
 from roundpipe_fx.report.plan_page import page_of_plans
-from roundpipe_fx.report.plan_parts import PlannedPipeline, PlannedStage, PlannedTiles
+from roundpipe_fx.report.plan_parts import PlannedPipeline, PlannedStage, PlannedTiles, PlannedValue
 from roundpipe_fx.report.plan_text import header_lines, stage_lines, tiles_text
 from roundpipe_fx.report.shown import show_page
 from roundpipe_fx.report.summary import summary_lines
@@ -67,6 +67,8 @@ class Plan:
             ``peak``: of a budget in bytes they are set aside.
         bucket_bytes: bytes of the buckets of the DistributedDataParallel around the model, or inside: it allocates them
             when it is made, not in a step.
+        on_host: names of the saved values that are on the host between forward and backward. (Those of an offloaded
+            model are in ``pipeline.offloaded``.)
         pipeline: how a step is pipelined, if it is; the rest of the plan is then that of one microbatch.
         timing: when each action would run, if pipelined.
         measured: when the actions of the latest step ran, once there was one, for each device.
@@ -91,6 +93,7 @@ class Plan:
     tiles: tuple[PlannedTiles, ...] = ()
     gathered_bytes: int = 0
     bucket_bytes: int = 0
+    on_host: tuple[str, ...] = ()
     pipeline: PlannedPipeline | None = None
     timing: Timing | None = field(compare=False, default=None)
     measured: list[list[list[Span]]] = field(compare=False, default_factory=list)
@@ -118,13 +121,20 @@ class Plan:
     def host_bytes(self) -> int:
         """Bytes that an offloaded model's step needs on the host: in pinned memory its weights, their gradients, and
         the values that leave the devices; where the optimizer is known, its state and copies of parameters. 0 for other
-        models."""
-        return self.pipeline.host_bytes if self.pipeline is not None else 0
+        models, but for the values that are on the host between forward and backward."""
+        if self.pipeline is not None:
+            return self.pipeline.host_bytes
+        return sum(value.bytes for value in self._saved if value.name in self.on_host)
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of computed values that the forward keeps for the backward, hoisted values and RNG states included."""
-        return sum(value.bytes for stage in self.stages for value in (*stage.saved, *stage.hoisted))
+        """Bytes of computed values that the forward keeps on the device for the backward, hoisted values and RNG states
+        included."""
+        return sum(value.bytes for value in self._saved if value.name not in self.on_host)
+
+    @property
+    def _saved(self) -> list[PlannedValue]:
+        return [value for stage in self.stages for value in (*stage.saved, *stage.hoisted)]
 
     @property
     def peak_bytes(self) -> int:
@@ -389,7 +399,7 @@ class Plan:
         lines = header_lines(self)
         if self.pipeline is not None and self.pipeline.mesh is not None:
             lines += division_lines(self.pipeline.mesh)
-        offloaded = {value.name for value in self.pipeline.offloaded} if self.pipeline is not None else set()
+        offloaded = {value.name for value in self.pipeline.offloaded} if self.pipeline is not None else {*self.on_host}
         for stage in self.stages:
             lines += stage_lines(stage, self.training, offloaded)
         return "\n".join(lines)

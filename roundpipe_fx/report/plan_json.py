@@ -48,6 +48,7 @@ def json_of_plan(plan: Plan) -> str:
     fields["pipeline"] = dataclasses.asdict(plan.pipeline) if plan.pipeline is not None else None
     fields["stages"] = [dataclasses.asdict(stage) for stage in plan.stages]
     fields["peak"] = dataclasses.asdict(plan.peak)
+    fields["on_host"] = [*plan.on_host]
     fields["tiles"] = [dataclasses.asdict(tiles) for tiles in plan.tiles]
     text = json.dumps({"format": _FORMAT, **fields}, indent=1, default=dict)
     details = details_as_data(plan.look_into()).items()
@@ -74,6 +75,7 @@ def fields_of_json(text: str) -> dict[str, Any]:
     fields["peak"] = PeakMoment(**fields["peak"], live=live)
     fields["stages"] = tuple(_stage(stage) for stage in fields["stages"])
     fields["segments"] = tuple(fields["segments"])
+    fields["on_host"] = tuple(fields.get("on_host", ()))
     fields["tiles"] = tuple(PlannedTiles(**tiles) for tiles in fields.get("tiles", ()))
     if fields["pipeline"] is not None:
         lists = {name: tuple(fields["pipeline"][name]) for name in ("devices", "peak_bytes")}

@@ -44,7 +44,7 @@ def header_lines(plan: Plan) -> list[str]:
     lines.append(f"{what}: {bytes_text(plan.peak.bytes)} ({plan.peak.bytes} bytes), {_moment(plan.peak)}")
     if plan.training:
         lines.append(
-            f"saved for the backward: {bytes_text(plan.saved_bytes)}; recomputed: "
+            f"saved for the backward: {bytes_text(plan.saved_bytes)}{_on_host(plan)}; recomputed: "
             f"{plan.recompute_seconds * 1e3:.3f} ms modelled (forward {plan.forward_seconds * 1e3:.3f} ms)"
         )
     if plan.tiles:
@@ -54,6 +54,10 @@ def header_lines(plan: Plan) -> list[str]:
     if plan.assumed:
         lines.append(f"depends on data, as seen plus headroom: {_bounds(plan.assumed)}")
     return lines
+
+
+def _on_host(plan: Plan) -> str:
+    return f", and on the host {bytes_text(plan.host_bytes)}" if plan.on_host else ""
 
 
 def _moment(peak: PeakMoment) -> str:

@@ -87,6 +87,7 @@ from roundpipe_fx.torch_private.modes import (
     without_modes,
 )
 from roundpipe_fx.torch_private.norms import AnyBatchNorm, RunningNorm
+from roundpipe_fx.torch_private.offloading import offload_operators
 from roundpipe_fx.torch_private.optimizers import note_optimizer_step, step_is_watched
 from roundpipe_fx.torch_private.pipelining import is_replicate_spec
 from roundpipe_fx.torch_private.process_groups import default_store, group_ranks, group_timeout, wait_for_collective
@@ -107,6 +108,7 @@ from roundpipe_fx.torch_private.sizes import (
     note_count,
     note_counts,
     number_hint,
+    row_major,
     shape_env_of,
     size_binding,
     size_hint,
@@ -195,6 +197,7 @@ __all__ = [
     "note_counts",
     "note_optimizer_step",
     "number_hint",
+    "offload_operators",
     "opaque_object",
     "parts_sharded_alone",
     "passed_through",
@@ -206,6 +209,7 @@ __all__ = [
     "reads_input",
     "registered_backwards",
     "resolved_random_branch",
+    "row_major",
     "run_and_save_rng_state",
     "run_with_rng_state",
     "save_rng_states",

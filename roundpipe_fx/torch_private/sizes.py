@@ -27,6 +27,7 @@ __all__ = [
     "note_count",
     "note_counts",
     "number_hint",
+    "row_major",
     "shape_env_of",
     "size_binding",
     "size_hint",
@@ -85,6 +86,16 @@ def size_hint(size: Any) -> int:
     if isinstance(size, int):
         return size
     return _number(size.node.shape_env, size.node.expr)
+
+
+def row_major(value: torch.Tensor) -> bool:
+    """Whether the strides of a tensor, whose sizes may be symbolic, are those of a contiguous one; adds no guard."""
+    expected: Any = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if (stride.node.expr if isinstance(stride, torch.SymInt) else stride) != expected:
+            return False
+        expected = expected * (size.node.expr if isinstance(size, torch.SymInt) else size)
+    return True
 
 
 def _number(shape_env: Any, size: Any) -> int:

@@ -13,7 +13,7 @@ import roundpipe_fx
 from roundpipe_fx.distributed.averaging import (
     Averaging,
     GradientBucket,
-    Reduction,
+    GradientReduction,
     buckets_of,
     known_at_end,
     reductions_of,
@@ -113,7 +113,8 @@ def test_gradients_are_averaged_in_the_layout_of_their_parameter(together: bool)
     run = Averaging(
         replicas=replicas,
         reductions=[
-            Reduction(place=4, keys=of_one) for of_one in ([tuple(keys)] if together else [(key,) for key in keys])
+            GradientReduction(place=4, keys=of_one)
+            for of_one in ([tuple(keys)] if together else [(key,) for key in keys])
         ],
         parameters=dict(zip(keys, parameters, strict=True)),
         unsynchronized=frozenset(keys[2:]),
@@ -143,7 +144,7 @@ def test_after_a_failure_what_was_not_started_is_reduced_with_zeros() -> None:
     parameter = nn.Parameter(torch.ones(3))
     replicas: Any = _Alike()
     second = nn.Parameter(torch.ones(2))
-    reductions = [Reduction(place=0, keys=(id(value),)) for value in (second, parameter)]
+    reductions = [GradientReduction(place=0, keys=(id(value),)) for value in (second, parameter)]
     keys = {id(value): value for value in (second, parameter)}
     run = Averaging(replicas=replicas, reductions=reductions, parameters=keys)
     sums = GradientAccumulator()

@@ -105,6 +105,10 @@ function valuesOf(plan, lifetimes, emitted) {
       value.reason = "through a view of it, or as an output that the caller holds";
     }
   }
+  for (const name of plan.on_host || []) {
+    const value = values.get(name);
+    if (value) Object.assign(value, { fate: "offloaded", reason: value.reason || "as the model asks" });
+  }
   for (const away of plan.pipeline ? plan.pipeline.offloaded : []) {
     if (!values.has(away.name)) add({ name: away.name, stage: null, module: "", line: "", bytes: away.bytes });
     const value = values.get(away.name);

@@ -1,0 +1,146 @@
+"""Values of an ordinary model that leave a CUDA device for the host: selective policies that offload, and fairscale's
+``offload_to_cpu``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import roundpipe_fx
+from roundpipe_fx.torch_private import offload_operators
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(offload_operators() is None, reason="this PyTorch has no operators that copy to the host"),
+]
+
+ROWS, WIDTH, LAYERS = 1024, 64, 8
+SENT = 4 * ROWS * 4 * WIDTH
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.dropout(self.down(torch.tanh(self.up(x))), 0.1, self.training)
+
+
+class Selective(nn.Module):
+    """Each layer is a checkpoint whose ``tanh`` has a policy."""
+
+    def __init__(self, policy: str | None) -> None:
+        super().__init__()
+        self.layers, self.policy = nn.ModuleList(Layer() for _ in range(LAYERS)), policy
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.policy is None:
+                x = layer(x)
+                continue
+            named = getattr(CheckpointPolicy, self.policy)
+
+            def chosen(_: Any, op: Any, *args: Any, named: Any = named, **kwargs: Any) -> Any:
+                return named if op is torch.ops.aten.tanh.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+            contexts = functools.partial(create_selective_checkpoint_contexts, chosen)
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        return x.square().mean()
+
+
+def _steps(run: Any, model: nn.Module, x: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        loss = run(x)
+        if again:
+            loss.backward(retain_graph=True)
+            model.zero_grad()
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+    return found
+
+
+def _compiled(policy: str, **options: Any) -> tuple[nn.Module, nn.Module]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Selective(policy).cuda()
+    return model, roundpipe_fx.compile(model, fullgraph=True, dynamic=False, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"recompute": "full"}, {"memory_budget": 0.5}, {"stages": 3}],
+    ids=["default", "full", "half", "three"],
+)
+@pytest.mark.parametrize("again", [False, True], ids=["", "again"])
+def test_values_that_a_policy_must_offload_are_on_the_host(options: dict[str, Any], again: bool) -> None:
+    torch.manual_seed(0)
+    eager, x = Selective(None).cuda(), torch.randn(ROWS, WIDTH, device="cuda")
+    expected = _steps(eager, eager, x)
+    peaks = {}
+    for policy in ("MUST_SAVE", "MUST_CPU_OFFLOAD"):
+        model, compiled = _compiled(policy, **options)
+        found = _steps(compiled, model, x, again)
+        assert all(map(torch.equal, found, expected))
+        program = compiled.plan.sources()["program.py"]
+        sent = program.count("ao.offload")
+        assert program.count("ao.reload") == sent and (sent > 0) == (policy == "MUST_CPU_OFFLOAD")
+        model.zero_grad()
+        with roundpipe_fx.measure_peak("cuda") as peak:
+            compiled(x).backward()
+        assert peak.bytes <= compiled.plan.peak_bytes
+        peaks[policy] = compiled.plan.peak_bytes
+    if "stages" not in options:
+        assert sent >= LAYERS - 2
+        assert peaks["MUST_CPU_OFFLOAD"] <= peaks["MUST_SAVE"] - 2 * SENT
+
+
+def test_what_leaves_counts_in_budgets() -> None:
+    """Of checkpoints that must offload, less is needed than of those that must save, by most of what leaves."""
+    x = torch.randn(ROWS, WIDTH, device="cuda")
+    least = {}
+    for policy in ("MUST_SAVE", "MUST_CPU_OFFLOAD"):
+        _, compiled = _compiled(policy, memory_budget=1)
+        with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
+            compiled(x)
+        least[policy] = refused.value.minimum
+    assert least["MUST_CPU_OFFLOAD"] <= least["MUST_SAVE"] - (LAYERS - 4) * SENT
+    budget = least["MUST_CPU_OFFLOAD"]
+    model, compiled = _compiled("MUST_CPU_OFFLOAD", memory_budget=budget)
+    found = _steps(compiled, model, x)
+    torch.manual_seed(0)
+    eager = Selective(None).cuda()
+    assert all(map(torch.equal, found, _steps(eager, eager, x)))
+    model.zero_grad()
+    with roundpipe_fx.measure_peak("cuda") as peak:
+        compiled(x).backward()
+    assert peak.bytes <= budget
+
+
+def test_inputs_of_wrapped_layers_are_on_the_host() -> None:
+    """Of a model of another library, with sizes that vary."""
+    torch.manual_seed(0)
+    eager = Selective(None).cuda()
+    torch.manual_seed(0)
+    model = Selective(None).cuda()
+    for index in range(LAYERS):
+        model.layers[index] = roundpipe_fx.checkpoint_wrapper(model.layers[index], offload_to_cpu=True)
+    compiled = roundpipe_fx.compile(model, fullgraph=True)
+    for rows in (ROWS, ROWS // 2, ROWS // 4):
+        x = torch.randn(rows, WIDTH, device="cuda")
+        assert all(map(torch.equal, _steps(compiled, model, x), _steps(eager, eager, x)))
+        assert compiled.plan.sources()["program.py"].count("ao.offload") >= LAYERS - 2, rows
+    plan = compiled.plan
+    assert plan.host_bytes >= (LAYERS - 2) * 4 * ROWS // 4 * WIDTH
+    (name, *_) = plan.on_host
+    assert "on the host from the forward to the backward" in plan.explain(name)
+    assert "and on the host" in str(plan) and "; offloaded" in plan.details()
+    assert roundpipe_fx.Plan.from_json(plan.to_json()).on_host == plan.on_host
