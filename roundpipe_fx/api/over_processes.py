@@ -58,12 +58,6 @@ def devices_of(mesh: DeviceMesh, model: nn.Module, options: Options, schedule: A
         ValueError: the mesh, or an option beside it, is not supported.
     """
     check_mesh(mesh)
-    if schedule == "roundpipe":
-        raise ValueError(
-            "schedule='roundpipe' runs every stage on every device, which read its parameters from one memory, and "
-            "each rank of a mesh has a memory of its own, with the parameters of its own stages: give "
-            "devices=['cuda:0', 'cuda:1'] in one process instead of mesh=, or another schedule."
-        )
     for name, value in others.items():
         if value not in (None, False):
             raise ValueError(f"{name}={value!r} is not supported with a mesh.")

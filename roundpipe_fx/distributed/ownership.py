@@ -187,7 +187,8 @@ class Ownership:
             if len(ranks) > 1:
                 raise ValueError(
                     f"{names.get(id(value), 'a tensor')!r} is updated by stages, and ranks {ranks} have stages "
-                    "that read it: begin stages at modules of your choice, stages=[…], so that one has all of them."
+                    "that read it: begin stages at modules of your choice, stages=[…], so that one has all of them. "
+                    "With schedule='roundpipe' all ranks have it: take another schedule."
                 )
 
     def assign_owners(self, readers: Mapping[int, frozenset[int]]) -> None:

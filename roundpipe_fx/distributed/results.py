@@ -59,6 +59,7 @@ def sum_gradients(
         if group.rank == root:
             assert gradient is not None
             total = gradient
+            del gradient  # so that no more than two others are there beside it, however many ranks add to it
             for rank in sorted(computed.keys() - {root}):
                 total = total + _receive(group, computed[rank], rank)
             if averaging is not None and key in averaging.over_ranks:

@@ -20,6 +20,7 @@ __all__ = ["batch_text", "collectives_text", "gradients_text", "graph_text", "sh
 _INDEX = re.compile(r"(cuda:|index=)\d+")
 _NAME = re.compile(r"%(\w+)")
 _PLACEHOLDER = re.compile(r"placeholder\[target=\w+\]")
+_SYMBOL = re.compile(r"\b[su]\d+\b")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -49,21 +50,27 @@ def _name(value: Any) -> str:
 
 def graph_text(graph: PipelinedGraph) -> str:
     """The code of all stages."""
+    symbols: dict[str, str] = {}
     return "\n".join(
-        f"{kind}{stage}: {_module_text(module.module)}"
+        f"{kind}{stage}: {_module_text(module.module, symbols)}"
         for variant in (graph.pipeline.main, graph.pipeline.last)
         for (kind, stage), module in variant.steps.modules.items()
     )
 
 
-def _module_text(module: fx.GraphModule) -> str:
+def _module_text(module: fx.GraphModule, symbols: dict[str, str]) -> str:
     """A stage's code, without the number of this rank's device, and with numbers for names.
 
-    Which names are free when a node is made may depend on what else the process has compiled.
+    Which names are free when a node or a symbolic size is made may depend on what else the process has compiled.
+
+    Args:
+        module: the stage.
+        symbols: what stands for symbolic sizes, by name; those of this stage are added.
     """
     numbers = {node.name: f"%{number}" for number, node in enumerate(module.graph.nodes)}
     lines = [f"{_node_text(node, numbers)} {_kind(node.meta.get('val'))}" for node in module.graph.nodes]
     text = _ADDRESS.sub("", _INDEX.sub(r"\1", "\n".join(lines)))
+    text = _SYMBOL.sub(lambda match: symbols.setdefault(match[0], f"{match[0][0]}:{len(symbols)}"), text)
     return hashlib.sha256(text.encode()).hexdigest()[:16] if len(text) > 100_000 else text
 
 

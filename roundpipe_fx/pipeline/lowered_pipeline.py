@@ -196,7 +196,11 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
     if pipelining.over_processes:
         if pipelining.sharded:
             costs = dataclasses.replace(costs, sharded=sharded_costs(lowered, steps, pipelining.replicas))
-        costs = dataclasses.replace(costs, transport_bytes=_transport_bytes(steps, costs, setting, pipelining))
+        costs = dataclasses.replace(
+            costs,
+            transport_bytes=_transport_bytes(steps, costs, setting, pipelining),
+            gradients_everywhere=setting.context.rounds is not None,
+        )
     if pipelining.between is not None:
         costs = dataclasses.replace(costs, network=pipelining.between)
         if pipelining.replicas > 1:
@@ -215,7 +219,7 @@ _LOSS_BYTES = 512
 def _transport_bytes(steps: Steps, costs: StepCosts, setting: Setting, pipelining: Pipelining) -> int:
     """What a process holds of messages beside the values of the graph.
 
-    At the end of a step the gradients of each tensor that several stages read are summed, one tensor after the other:
+    At the end of a step the gradients of each tensor that several ranks read are summed, one tensor after the other:
     beside a rank's own there are then another's and the sum. Averaging over replicas copies gradients of a stage into
     tensors of some megabytes, one after the other, and larger ones where they are not laid out as their parameters.
     """
@@ -228,7 +232,9 @@ def _transport_bytes(steps: Steps, costs: StepCosts, setting: Setting, pipelinin
             sizes[parameter] = size
     for parameter, of_parameter in stages.items():
         of_stage.setdefault(min(of_parameter), []).append(sizes[parameter])
-    largest = max((size for parameter, size in sizes.items() if len(stages[parameter]) > 1), default=0)
+    everywhere = setting.context.rounds is not None  # a stage runs on all ranks
+    summed = (size for parameter, size in sizes.items() if everywhere or len(stages[parameter]) > 1)
+    largest = max(summed, default=0)
     averaged = 0
     if costs.sharded is not None:
         averaged = copied_bytes(costs, costs.sharded)

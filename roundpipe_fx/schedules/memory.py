@@ -318,6 +318,17 @@ class _Memory:
 
     def _at_end(self, device: int, levels: np.ndarray) -> int:
         """Bytes at the end of the step: the caller's device holds all gradients, and concatenates those of inputs."""
+        if self._costs.gradients_everywhere:
+            codes = set(self._codes[device].tolist())
+            steps = [self._steps[code] for code in codes]
+            own = {owner for step in steps for owner in self._costs.base_bytes.get(step, {})}
+            others = {
+                owner: size
+                for of_step in self._costs.base_bytes.values()
+                for owner, size in of_step.items()
+                if owner not in own
+            }
+            return int(levels[len(self._codes[device])]) + sum(others.values())
         if device in self._costs.away or (device != self._callers and not self._costs.away):
             return 0
         variants = self._variant_of[: self._schedule.microbatches].tolist()

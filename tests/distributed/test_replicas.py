@@ -107,6 +107,7 @@ def check_gradients(_rank: int, _folder: str) -> None:
     _check_equal("net", num_microbatches=4)
     _check_equal("tied", num_microbatches=1)
     _check_equal("tied", _call, num_microbatches=2)
+    _check_equal("tied", num_microbatches=4, schedule="roundpipe")
     data_parallel.TOGETHER_BYTES = 256  # so that gradients are reduced in place too
     _check_equal("net", num_microbatches=4, schedule="interleaved")
 

@@ -103,6 +103,7 @@ def check_bits(_rank: int, _folder: str) -> None:
     one, two = meshes["dp"], meshes["dp, pp"]
     _check_equal("net", one, num_microbatches=2, stages=4)
     _check_equal("tied", two, num_microbatches=2)
+    _check_equal("tied", two, num_microbatches=4, schedule="roundpipe")
     _check_equal("tied", one, _call, num_microbatches=1, stages=3)
     _check_equal("net", two, _call, num_microbatches=2, stages=6, frozen=("head.weight", "layers.0.up.bias"))
     data_parallel.SMALL_BYTES = gathering.SMALL_BYTES = 256  # so that parameters are gathered and reduced in place too

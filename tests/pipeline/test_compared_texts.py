@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
 
+from roundpipe_fx.pipeline import compared_texts
 from roundpipe_fx.pipeline.compared_texts import _module_text
 
 
@@ -23,13 +25,26 @@ def _stage(
 
 
 def test_names_do_not_matter() -> None:
-    text = _module_text(_stage(("a", "add_4", "add_5")))
-    assert text == _module_text(_stage(("add_4", "b", "add")))
+    text = _module_text(_stage(("a", "add_4", "add_5")), {})
+    assert text == _module_text(_stage(("add_4", "b", "add")), {})
     assert "add_4" not in text and "return ((%2, None, %0),)" in text
 
 
 def test_operations_and_their_operands_matter() -> None:
     names = ("a", "b", "c")
-    text = _module_text(_stage(names))
-    assert text != _module_text(_stage(names, torch.ops.aten.mul.Tensor))
-    assert text != _module_text(_stage(names, swapped=True))
+    text = _module_text(_stage(names), {})
+    assert text != _module_text(_stage(names, torch.ops.aten.mul.Tensor), {})
+    assert text != _module_text(_stage(names, swapped=True), {})
+
+
+def test_symbolic_sizes_are_numbered_as_they_appear(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sized(*sizes: str) -> str:
+        stage = _stage(("a", "b", "c"))
+        for node, size in zip(stage.graph.nodes, sizes, strict=False):
+            node.meta["val"] = size
+        monkeypatch.setattr(compared_texts, "_kind", lambda value: value if isinstance(value, str) else "")
+        return _module_text(stage, {})
+
+    assert sized("s57", "u0", "s57") == sized("s10", "u3", "s10")
+    assert sized("s57", "u0", "s57") != sized("s10", "u3", "s11")
+    assert sized("s57") != sized("u57")
