@@ -198,3 +198,27 @@ def test_values_come_back_beside_recomputation() -> None:
     compiled = torch.compile(loss_of, backend="roundpipe_fx", fullgraph=True, dynamic=False)
     found = _steps(compiled, model, x)
     assert all(map(torch.equal, found, _steps(lambda x: eager(x).square().mean(), eager, x)))
+
+
+class Divided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x).reshape(4, -1, WIDTH)).reshape(-1, WIDTH)
+
+
+def test_values_leave_whose_size_is_a_quotient() -> None:
+    """Their strides say that it may be 0."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager, model = Selective(None), Selective("MUST_CPU_OFFLOAD")
+    eager.layers = nn.ModuleList(Divided() for _ in range(LAYERS))
+    model.layers = copy.deepcopy(eager.layers)
+    eager, model = eager.cuda(), model.cuda()
+    compiled = roundpipe_fx.compile(model, fullgraph=True, dynamic=True)
+    for rows in (ROWS, ROWS // 4, 4):
+        x = torch.randn(rows, WIDTH, device="cuda")
+        assert all(map(torch.equal, _steps(compiled, model, x), _steps(eager, eager, x)))
+        assert compiled.plan.sources()["program.py"].count("ao.offload") >= LAYERS - 2
