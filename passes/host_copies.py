@@ -77,7 +77,7 @@ def copy_back(program: fx.Graph, copies: Collection[ValueOnHost]) -> fx.Graph:
         host = inputs[copy.name]
         value = host.meta["val"]
         readers = [*host.users]
-        with program.inserting_before(calls[copy.reloaded]):
+        with program.inserting_before(_on_main_stream(calls[copy.reloaded])):
             known = all(type(size) is int for size in (*value.shape, *value.stride()))
             layout = ([*value.shape], [*value.stride()]) if known else ()  # a contiguous value's are the copy's
             called = ao.reload.default, (host, str(value.device), *layout)
@@ -94,6 +94,20 @@ def copy_back(program: fx.Graph, copies: Collection[ValueOnHost]) -> fx.Graph:
 
 def _on_host(value: torch.Tensor) -> torch.Tensor:
     return value.new_empty(value.shape, device="cpu")
+
+
+def _on_main_stream(call: fx.Node) -> fx.Node:
+    """Where main-stream operations before a call go: before a fork to its stream.
+
+    A copy back allocates on the current stream, and is read on the main stream; memory of another stream's would be
+    handed out again while the main stream reads it.
+    """
+    node = call.prev
+    while node.op == "call_function" and node.target is not torch.ops.streams.join.default:
+        if node.target is torch.ops.streams.fork.default:
+            return node
+        node = node.prev
+    return call
 
 
 def _calls(program: fx.Graph) -> dict[str, fx.Node]:

@@ -111,7 +111,12 @@ def wanted_bytes(joint: JointGraph, device: str) -> int:
 
 
 def _comes_back_alike(value: torch.Tensor) -> bool:
-    """Whether a copy has the strides of a value: those of a symbolic size are not given to the operators."""
+    """Whether a copy has the strides of a value: those of a symbolic size are not given to the operators.
+
+    Nor may it be empty: the operators know a copy by its address.
+    """
+    if value.numel() == 0:
+        return False
     if all(type(size) is int for size in (*value.shape, *value.stride())):
         alike = torch.empty_strided(value.shape, value.stride(), device="meta")
         return torch.empty_like(alike).stride() == alike.stride()

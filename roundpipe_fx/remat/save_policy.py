@@ -134,7 +134,8 @@ def _kept(joint: JointGraph, bases: Iterable[fx.Node]) -> set[fx.Node]:
     }
     for node in joint.in_phase(Phase.FORWARD):
         if Mark.MUST_SAVE in node.meta:
-            kept.update(output for output in node_outputs(node) if selection(output) is None)
+            # A selective policy may ask for the values of a selection, too.
+            kept.update(o for o in node_outputs(node) if selection(o) is None or Mark.MUST_SAVE in o.meta)
         elif is_symbolic_scalar(node):
             kept.add(node)
     return kept

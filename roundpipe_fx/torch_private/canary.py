@@ -103,6 +103,7 @@ USED: Mapping[str, str] = {
         "SequenceKey TreeSpec key_get keystr tree_flatten tree_flatten_with_path tree_leaves tree_map tree_map_only "
         "tree_unflatten"
     ),
+    "torch.utils._sympy.functions": "Max",
 }
 """Names by module; those of classes with a member that is used."""
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
+from torch.utils._sympy.functions import Max
 
 __all__ = [
     "InputSize",
@@ -92,10 +93,16 @@ def row_major(value: torch.Tensor) -> bool:
     """Whether the strides of a tensor, whose sizes may be symbolic, are those of a contiguous one; adds no guard."""
     expected: Any = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if (stride.node.expr if isinstance(stride, torch.SymInt) else stride) != expected:
+        if (_if_not_empty(stride.node.expr) if isinstance(stride, torch.SymInt) else stride) != expected:
             return False
-        expected = expected * (size.node.expr if isinstance(size, torch.SymInt) else size)
+        expected = expected * (_if_not_empty(size.node.expr) if isinstance(size, torch.SymInt) else size)
     return True
+
+
+def _if_not_empty(expression: Any) -> Any:
+    """A stride of a tensor that has elements: a size that may be 0 is ``Max(1, size)`` in it."""
+    at_least_one = {most: most.args[1] for most in expression.atoms(Max) if len(most.args) == 2 and most.args[0] == 1}
+    return expression.xreplace(at_least_one)
 
 
 def _number(shape_env: Any, size: Any) -> int:

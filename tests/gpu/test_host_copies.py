@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -144,3 +145,80 @@ def test_inputs_of_wrapped_layers_are_on_the_host() -> None:
     assert "on the host from the forward to the backward" in plan.explain(name)
     assert "and on the host" in str(plan) and "; offloaded" in plan.details()
     assert roundpipe_fx.Plan.from_json(plan.to_json()).on_host == plan.on_host
+
+
+class WithEmpty(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.ParameterList([torch.zeros(0, WIDTH), torch.zeros(0, WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + sum(none.tanh().sum() for none in self.none)
+
+
+def test_empty_values_stay() -> None:
+    torch.manual_seed(0)
+    eager, model, x = Selective(None), Selective("MUST_CPU_OFFLOAD"), torch.randn(ROWS, WIDTH, device="cuda")
+    eager.layers = nn.ModuleList(WithEmpty() for _ in range(LAYERS))
+    model.layers = copy.deepcopy(eager.layers)
+    eager, model = eager.cuda(), model.cuda()
+    compiled = roundpipe_fx.compile(model, fullgraph=True, dynamic=False)
+    assert all(map(torch.equal, _steps(compiled, model, x), _steps(eager, eager, x)))
+    assert compiled.plan.sources()["program.py"].count("ao.offload") >= LAYERS - 2
+
+
+class Largest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, _ = self.linear(x).max(-1, keepdim=True)
+        top, where = x.topk(4, -1)
+        return x + torch.zeros_like(x).scatter(1, where, top.sin()) * values
+
+
+def test_values_come_back_beside_recomputation() -> None:
+    """Their memory is the main stream's, whatever stream the calls beside the copy are on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Largest() for _ in range(6))).cuda()
+    eager, x = copy.deepcopy(model), torch.randn(ROWS, WIDTH, device="cuda")
+
+    def chosen(_: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        offloaded = op is torch.ops.aten.max.dim
+        return CheckpointPolicy.MUST_CPU_OFFLOAD if offloaded else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, chosen)
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        return x.square().mean()
+
+    compiled = torch.compile(loss_of, backend="roundpipe_fx", fullgraph=True, dynamic=False)
+    found = _steps(compiled, model, x)
+    assert all(map(torch.equal, found, _steps(lambda x: eager(x).square().mean(), eager, x)))
+
+
+class Divided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x).reshape(4, -1, WIDTH)).reshape(-1, WIDTH)
+
+
+def test_values_leave_whose_size_is_a_quotient() -> None:
+    """Their strides say that it may be 0."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager, model = Selective(None), Selective("MUST_CPU_OFFLOAD")
+    eager.layers = nn.ModuleList(Divided() for _ in range(LAYERS))
+    model.layers = copy.deepcopy(eager.layers)
+    eager, model = eager.cuda(), model.cuda()
+    compiled = roundpipe_fx.compile(model, fullgraph=True, dynamic=True)
+    for rows in (ROWS, ROWS // 4, 4):
+        x = torch.randn(rows, WIDTH, device="cuda")
+        assert all(map(torch.equal, _steps(compiled, model, x), _steps(eager, eager, x)))
+        assert compiled.plan.sources()["program.py"].count("ao.offload") >= LAYERS - 2

@@ -6,6 +6,7 @@ import pytest
 from roundpipe_fx.ir.text import graph_text
 from roundpipe_fx.ir.value_on_host import ValueOnHost
 from roundpipe_fx.passes.host_copies import copy_back, copy_to_host
+from roundpipe_fx.passes.overlap_recompute import overlap_recompute
 from roundpipe_fx.torch_private import offload_operators
 from tests.graph_text import program_of
 
@@ -107,3 +108,33 @@ def graph(
     return (mm_2,)
 """,
     )
+
+
+def test_memory_of_values_that_come_back_is_of_the_main_stream() -> None:
+    """A call on another stream begins behind the copy."""
+    before = """\
+def graph(
+    exp: float32[4, 8],  # saved
+    sin: float32[4, 8],  # saved
+    tangents_1: float32[4, 8],
+):
+    stage_2_backward = stage_2_backward([tangents_1])
+    mm: float32[4, 8] = stage_2_backward[0]
+    stage_1_recompute = stage_1_recompute([sin])
+    mul: float32[4, 8] = stage_1_recompute[0]
+    stage_1_backward = stage_1_backward([mul, mm])
+    mm_1: float32[4, 8] = stage_1_backward[0]
+    stage_0_backward = stage_0_backward([exp, mm_1])
+    mm_2: float32[4, 8] = stage_0_backward[0]
+    return (mm_2,)
+"""
+    program = overlap_recompute(program_of(before), ["stage_1_recompute"])
+    exp = ValueOnHost(
+        value="exp",
+        name="exp",
+        freed="stage_1_forward",
+        reloaded="stage_1_recompute",
+        back="stage_0_backward",
+    )
+    nodes = {str(node.target): place for place, node in enumerate(copy_back(program, [exp]).nodes)}
+    assert nodes["ao.reload.default"] == nodes["streams.fork.default"] - 1

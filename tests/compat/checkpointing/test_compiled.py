@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import roundpipe_fx
 from roundpipe_fx.ir.recompute_marks import RecomputeDataError
@@ -131,6 +132,33 @@ def test_selective_policies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, again, _ = kept_and_again(Selective(), memory_budget=0.0)
     # Where memory is short, what a policy only prefers gives way.
     assert ("addmm" in again) == name.startswith("PREFER")
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"memory_budget": 0.0}], ids=["", "full", "least"])
+def test_values_of_a_selection_may_be_saved(options: dict[str, Any]) -> None:
+    """Without a policy, only indices are, and values are gathered."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers, x = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3)), torch.randn(16, 8)
+
+    def layer(index: int, x: torch.Tensor) -> torch.Tensor:
+        values, indices = x.topk(4, -1)
+        return layers[index](x) + torch.zeros_like(x).scatter(1, indices, values.sin())
+
+    def chosen(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = operator is torch.ops.aten.topk.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, chosen)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        for index in range(3):
+            x = torch.utils.checkpoint.checkpoint(layer, index, x, use_reentrant=False, context_fn=contexts)
+        return x.square().mean()
+
+    expected = torch.autograd.grad(loss(x), [*layers.parameters()])
+    compiled = torch.compile(loss, backend="roundpipe_fx", fullgraph=True, options=options)
+    assert all(map(torch.equal, torch.autograd.grad(compiled(x), [*layers.parameters()]), expected))
 
 
 def test_must_save_does_not_run_again() -> None:
