@@ -55,9 +55,16 @@ def test_frozen_but_for_adapters(recompute: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_backward_twice(recompute: str) -> None:
+@pytest.mark.parametrize("in_an_earlier_step", ["none", "once", "twice"])
+def test_backward_twice(recompute: str, in_an_earlier_step: str) -> None:
     model = DropoutMLP()
     compiled = roundpipe_fx.compile(model, stages=2, recompute=recompute)
+    if in_an_earlier_step != "none":
+        loss = compiled(torch.randn(4, 8))
+        if in_an_earlier_step == "twice":
+            loss.backward(retain_graph=True)
+        loss.backward()
+        model.zero_grad()
     loss = compiled(torch.randn(4, 8))
     loss.backward(retain_graph=True)
     once = [p.grad.clone() for p in model.parameters()]

@@ -82,6 +82,10 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
             tracing.close()
             return compilation.partition(joint, inputs, **how)
 
+        def forward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            torch_private.note_no_donated_buffers()
+            return compilation.forward(module, inputs)
+
         def inference(module: fx.GraphModule, inputs: Sequence[Any]) -> _BoxedFunction:
             tracing.close()
             return compilation.inference(module, inputs)
@@ -89,7 +93,7 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
         tracing.enter_context(working("tracing operations, forward and backward"))
         with torch_private.aot_flags(), opaque_backwards(module) as compilation.opaque:
             return torch_private.aot_autograd(
-                fw_compiler=compilation.forward,
+                fw_compiler=forward,
                 bw_compiler=compilation.backward,
                 inference_compiler=inference,
                 partition_fn=partition,

@@ -20,6 +20,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTOutput,
     TangentAOTInput,
 )
+from torch._guards import TracingContext
 
 __all__ = [
     "aot_autograd",
@@ -34,6 +35,7 @@ __all__ = [
     "is_same_object",
     "leave_unused_gradients_out",
     "mutated_inputs",
+    "note_no_donated_buffers",
     "opaque_object",
     "plain_input",
     "registered_backwards",
@@ -51,6 +53,18 @@ def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
 def aot_flags() -> contextlib.AbstractContextManager[Any]:
     """AOTAutograd's flags for our compilation: no donated buffers, so that ``backward(retain_graph=True)`` works."""
     return torch._functorch.config.patch(donated_buffer=False)
+
+
+def note_no_donated_buffers() -> None:
+    """Note that the graph whose forward is being compiled has no donated buffers.
+
+    Without the flag nothing is noted, which ``backward(retain_graph=True)`` takes for some, once there was a backward
+    that did not retain the graph (torch 2.11 to 2.15). Parameters that are tensor subclasses have notes of their own,
+    which cannot be reached from here.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def mutated_inputs(joint: fx.GraphModule) -> list[fx.Node]:
