@@ -212,6 +212,8 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
 
 _GENERATOR_BYTES = 5056
 """Of the state of the CPU's generator; a GPU's lies on the host."""
+_STATES_BESIDE = 2
+"""Of the generator, beside one for each microbatch: one that the ranks compare, and one in the record at the end."""
 _LOSS_BYTES = 512
 """Of a microbatch's loss, received from the rank that computes it; as much as CUDA's allocator rounds up to."""
 
@@ -243,4 +245,5 @@ def _transport_bytes(steps: Steps, costs: StepCosts, setting: Setting, pipelinin
         grouped = max((min(sum(of_one), TOGETHER_BYTES) for of_one in of_stage.values()), default=0)
         averaged = max(alone, grouped) + sum(aligned_bytes(size) - size for size in sizes.values())
     drawn = _GENERATOR_BYTES if steps.draws and setting.device.type == "cpu" else 0
-    return 2 * largest + averaged + pipelining.microbatches * (drawn + _LOSS_BYTES)
+    states = (pipelining.microbatches + _STATES_BESIDE) * drawn
+    return 2 * largest + averaged + states + pipelining.microbatches * _LOSS_BYTES
