@@ -2,7 +2,8 @@
 
 Every step is the forward and backward of one batch of the same language model. The pipelines split it into
 microbatches and run 1F1B; stages of ``torch.distributed.pipelining`` are cut by hand at the block that makes its step
-shortest, found by trying all of them. DistributedDataParallel and FSDP2 give half of the batch to each process, and so
+shortest, found by trying all of them. Our pipeline also runs in one process, in threads on both cores, which share the
+interpreter's lock. DistributedDataParallel and FSDP2 give half of the batch to each process, and so
 do our replicas, whose budget is their peak.
 
 ::
@@ -22,7 +23,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +116,33 @@ def ours(size: Size, tokens: torch.Tensor, **options: Any) -> tuple[nn.Module, S
     def step() -> torch.Tensor:
         model.zero_grad()
         loss: torch.Tensor = model.forward_backward(tokens, labels=tokens, loss_fn=loss_fn)
+        return loss
+
+    return model, step
+
+
+def in_threads(size: Size, tokens: torch.Tensor, cores: Sequence[int]) -> tuple[nn.Module, Step]:
+    """Our pipeline in the first process, with a thread for each device, while the other process waits.
+
+    Args:
+        size: how much is run.
+        tokens: the batch.
+        cores: those of both processes.
+    """
+    model: Any = nn.Module()
+    if dist.get_rank() == 0:
+        options = {"num_microbatches": size.microbatches, "schedule": "1f1b", "dynamic": False}
+        model = roundpipe_fx.compile(make(size), devices=["cpu"] * RANKS, **options)
+
+    def step() -> torch.Tensor:
+        loss = torch.zeros(())
+        if dist.get_rank() == 0:
+            alone = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, cores)  # of the threads that begin now: those of the devices
+            model.zero_grad()
+            loss = model.forward_backward(tokens, labels=tokens, loss_fn=loss_fn)
+            os.sched_setaffinity(0, alone)
+        dist.broadcast(loss, 0)
         return loss
 
     return model, step
@@ -263,6 +291,7 @@ def _measure(rank: int, folder: str, size: Size, results: Any) -> None:
         "roundpipe_fx": (pipelining, ours(size, tokens)),
         "roundpipe_fx, 0.7 × its peak": (pipelining, ours(size, tokens, memory_budget=peaks[pipelining] * 7 // 10)),
         "roundpipe_fx, least budget": (pipelining, ours(size, tokens, memory_budget=0.0)),
+        "roundpipe_fx, threads of one process": (pipelining, in_threads(size, tokens, cores[:RANKS])),
         "roundpipe_fx, replicas": (replicas, our_replicas(size, tokens, memory_budget=peaks[replicas])),
         "roundpipe_fx, shards": (shards, our_replicas(size, tokens, memory_budget=peaks[shards], **part)),
     }

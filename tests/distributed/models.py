@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 
 from tests import hugging_face
+from tests.golden_models import UNet
 
 __all__ = ["LARGER", "MODELS", "Block", "Net", "Tied", "language_loss", "make"]
 
@@ -148,7 +149,13 @@ MODELS: dict[str, Callable[[], Made]] = {
 }
 
 
+def _unet() -> Made:
+    x = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    return UNet(channels=4, depth=2), {"x": x}
+
+
 LARGER: dict[str, Callable[[], Made]] = {
+    "unet": _unet,
     "t5": lambda: (hugging_face.t5(), hugging_face.language_batch(8, 12)),
     "qwen3_moe": lambda: (hugging_face.qwen3_moe(), hugging_face.language_batch(8, 12)),
     "qwen3_moe_fp32": lambda: (
@@ -156,8 +163,8 @@ LARGER: dict[str, Callable[[], Made]] = {
         hugging_face.language_batch(8, 12),
     ),
 }
-"""Skip connections from an encoder to each layer of a decoder; sizes that depend on data, inside of stages and between
-them."""
+"""Skip connections, of a U-Net and from an encoder to each layer of a decoder; sizes that depend on data, inside of
+stages and between them."""
 
 
 def make(name: str) -> Made:
