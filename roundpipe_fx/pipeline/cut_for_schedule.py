@@ -39,6 +39,8 @@ _WEIGHT_SHARES = (1 / 2, 1 / 4, 1 / 8)
 """Shares of the budget for an offloaded model's weights and their gradients; the rest is for computed values."""
 _AVERAGED_BYTES = 1 << 24
 """Bytes of gradients that are worth a stage: what they are reduced beside takes longer than the latency."""
+_GATHERED_BYTES = 1 << 22
+"""The same of sharded parameters, which are gathered by stage, and of which two stages' are there at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,7 @@ def cut_for_schedule(
         joint = setting.run(joint, PassLevel.ANNOTATED)
         if averages:
             known = like.cut if like is not None and not isinstance(like.cut, RoundPipePartition) else None
-            count = _stages_to_average(joint) if known is None else len(known)
+            count = _stages_to_average(joint, pipelining.sharded) if known is None else len(known)
             setting = setting.knowing(options=dataclasses.replace(asked, stages=count))
         if like is not None and not isinstance(like.cut, RoundPipePartition):
             boundaries = same_boundaries(like.cut, like.starts, segment_starts(joint))
@@ -133,14 +135,14 @@ def _averages_by_stages(setting: Setting, pipelining: Pipelining) -> bool:
     return replicated and not has_schedule and (not pipelining.sharded or pipelining.microbatches == 1)
 
 
-def _stages_to_average(joint: JointGraph) -> int:
+def _stages_to_average(joint: JointGraph, sharded: bool) -> int:
     """As many as have gradients that are worth a reduction of their own, and segments."""
     size = sum(
         tensor_bytes(tensor_values(node))
         for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True)
         if owner is not None and isinstance(node, fx.Node)
     )
-    return max(1, min(len(joint.segments), size // _AVERAGED_BYTES))
+    return max(1, min(len(joint.segments), size // (_GATHERED_BYTES if sharded else _AVERAGED_BYTES)))
 
 
 def weight_limits(joint: JointGraph, setting: Setting) -> list[int | None]:

@@ -321,12 +321,12 @@ class _Memory:
         if self._costs.gradients_everywhere:
             codes = set(self._codes[device].tolist())
             steps = [self._steps[code] for code in codes]
-            own = {owner for step in steps for owner in self._costs.base_bytes.get(step, {})}
+            computed = {owner for step in steps for owner in self._costs.base_bytes.get(step, {})}
             others = {
                 owner: size
                 for of_step in self._costs.base_bytes.values()
                 for owner, size in of_step.items()
-                if owner not in own
+                if owner not in computed
             }
             return int(levels[len(self._codes[device])]) + sum(others.values())
         if device in self._costs.away or (device != self._callers and not self._costs.away):

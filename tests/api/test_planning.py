@@ -219,22 +219,22 @@ def test_a_mesh_has_two_microbatches_per_device_of_a_replica_by_default() -> Non
 
 
 @pytest.mark.parametrize(
-    ("mesh", "several"),
+    ("mesh", "stages"),
     [
-        ({"mesh_shape": (4, 1), "num_microbatches": 1}, True),
-        ({"mesh_shape": (4, 1), "num_microbatches": 2}, True),
-        ({"mesh_shape": (4, 1), "num_microbatches": 1, "shard": "dp"}, True),
-        ({"mesh_shape": (4, 1), "num_microbatches": 2, "shard": "dp"}, False),
-        ({"mesh_shape": (1, 1), "num_microbatches": 2}, False),
-        ({"mesh_shape": (4, 1), "num_microbatches": 2, "stages": 1}, False),
+        ({"mesh_shape": (4, 1), "num_microbatches": 1}, 2),
+        ({"mesh_shape": (4, 1), "num_microbatches": 2}, 2),
+        ({"mesh_shape": (4, 1), "num_microbatches": 1, "shard": "dp"}, 8),
+        ({"mesh_shape": (4, 1), "num_microbatches": 2, "shard": "dp"}, 1),
+        ({"mesh_shape": (1, 1), "num_microbatches": 2}, 1),
+        ({"mesh_shape": (4, 1), "num_microbatches": 2, "stages": 1}, 1),
     ],
 )
-def test_replicas_of_one_device_average_beside_the_backward(mesh: dict[str, Any], several: bool) -> None:
+def test_replicas_of_one_device_average_beside_the_backward(mesh: dict[str, Any], stages: int) -> None:
     """Each stage's gradients are averaged while those before it run; shards are gathered once a microbatch."""
     model, x = _layers(8, 1024), torch.empty(256, 1024)
     plan = roundpipe_fx.plan(model, x, device="H100", **mesh)
-    assert len(plan.stages) == (8 if several else 1)
-    if several:
+    assert len(plan.stages) == stages
+    if stages > 1:
         one = roundpipe_fx.plan(model, x, device="H100", **mesh, stages=1)
         assert plan.pipeline.mesh.unhidden_seconds < one.pipeline.mesh.unhidden_seconds
 

@@ -54,8 +54,8 @@ def _in_place(passes: list[Pass]) -> None:
         (_without("annotate"), "'equal_collectives' needs 'annotate', which is missing"),
         (_without("segments"), "'stages' needs 'segments', which is missing"),
         (_without("rng"), "cannot be emitted without 'rng'"),
-        (lambda passes: [*passes, passes[-1]], "two passes are named 'overlap_recompute'"),
-        (_moved_last, "'conjugate_numbers' works on a joint graph, and comes after 'overlap_recompute'"),
+        (lambda passes: [*passes, passes[-1]], "two passes are named 'host_copies'"),
+        (_moved_last, "'conjugate_numbers' works on a joint graph, and comes after 'host_copies'"),
         (lambda passes: sorted(passes, key=lambda item: item.name == "annotate"), "works on a joint graph"),
     ],
 )

@@ -351,7 +351,7 @@ def check_data_parallel_alone(rank: int, _folder: str) -> None:
 
 def check_averaging_by_stages(rank: int, _folder: str) -> None:
     """Replicas of one device have several stages: gradients are the mean of separate ones', of other batches too."""
-    cut_for_schedule._AVERAGED_BYTES = 1
+    cut_for_schedule._AVERAGED_BYTES = cut_for_schedule._GATHERED_BYTES = 1
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     for shard, microbatches in ((None, 2), ("dp", 1)):
         model, batch = make("net")

@@ -19,6 +19,7 @@ from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.settings import Undivided
 from roundpipe_fx.pipeline.step_bound import Division, StepBounds
 from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.schedules.data_parallel import TOGETHER_BYTES
 
 _WIDTH = 512
 _SIZE = 4 * _WIDTH**2
@@ -226,8 +227,9 @@ def test_bounds_of_equal_layers(noted: _Noted) -> None:
     bound = noted.bounds.of(pipeline)
     assert 5 / 2 * total * 0.9 < bound.seconds < 5 / 2 * total * 1.2
     replicas = Division(pipeline=1, replicas=2, sharded=False, stages=1, schedule="1f1b")
-    reduced = DEVICES["H100"].network.ring(2, 1).all_reduce_seconds(_SIZE)
-    assert noted.bounds.of(replicas).seconds == pytest.approx(2 * total + 4 * reduced)
+    assert 4 * _SIZE == TOGETHER_BYTES
+    reduced = DEVICES["H100"].network.ring(2, 1).all_reduce_seconds(4 * _SIZE)
+    assert noted.bounds.of(replicas).seconds == pytest.approx(2 * total + reduced)
 
 
 def test_schedules_that_run_alike_are_planned_once() -> None:
