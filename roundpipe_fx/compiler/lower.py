@@ -45,7 +45,7 @@ from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.tiled_frontier import plans_in_tiles
 from roundpipe_fx.compiler.tiling import Needs, TilingSteps, UnmetError, plan_with_tiles
-from roundpipe_fx.compiler.values_on_host import host_copies, wanted_bytes
+from roundpipe_fx.compiler.values_on_host import host_copies, wants_host
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, tensor_values
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.region import budget_of_region
@@ -343,7 +343,7 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float, limit: int
     shared = without_common_subexpressions(joint, setting) if rotor is None else None
     joint = setting.run(joint, PassLevel.STAGED)
     operations = dataclasses.replace(operations_of(joint, setting), step=step)
-    on_host = wanted_bytes(joint, setting.device.type) if setting.context.runs_programs else 0
+    on_host = setting.context.runs_programs and wants_host(joint, setting.device.type)
     if limit is not None and rotor is None and not on_host:
         least = least_bytes(operations)
         if least.bytes > limit:

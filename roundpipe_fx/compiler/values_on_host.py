@@ -14,14 +14,13 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.analysis.stage_calls import HeldBytes, simulate_calls
 from roundpipe_fx.codegen import Program, StageModule, value_name
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values, viewed
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, viewed
 from roundpipe_fx.ir.value_on_host import ValueOnHost
 from roundpipe_fx.torch_private import data_dependent_symbol, offload_operators, row_major
 
-__all__ = ["host_copies", "is_wanted_on_host", "may_be_on_host", "wanted_bytes"]
+__all__ = ["host_copies", "is_wanted_on_host", "may_be_on_host", "wants_host"]
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ def host_copies(
     Returns:
         nothing on the CPU, which is the host.
     """
-    if device == "cpu" or not any(Mark.ON_HOST in node.meta for node in joint.graph.nodes):
+    if not wants_host(joint, device):
         return []
     if offload_operators() is None:
         log.warning("this version of PyTorch has no operators that copy to the host: what is to be there is not.")
@@ -98,16 +97,14 @@ def _first_of_stage(calls: Sequence[StageModule], place: int) -> int:
     return place
 
 
-def wanted_bytes(joint: JointGraph, device: str) -> int:
-    """Bytes of all values that the user wants on the host, which may leave or not; 0 on the CPU.
+def wants_host(joint: JointGraph, device: str) -> bool:
+    """Whether the user wants some value on the host, and the device is not the host.
 
     Args:
         joint: the graph.
         device: type of the device.
     """
-    if device == "cpu" or offload_operators() is None:
-        return 0
-    return sum(tensor_bytes(tensor_values(node)) for node in joint.graph.nodes if Mark.ON_HOST in node.meta)
+    return device != "cpu" and any(Mark.ON_HOST in node.meta for node in joint.graph.nodes)
 
 
 def _comes_back_alike(value: torch.Tensor) -> bool:

@@ -59,7 +59,7 @@ def note_no_donated_buffers() -> None:
     """Note that the graph whose forward is being compiled has no donated buffers.
 
     Without the flag nothing is noted, which ``backward(retain_graph=True)`` takes for some, once there was a backward
-    that did not retain the graph (torch 2.11 to 2.15). Parameters that are tensor subclasses have notes of their own,
+    that did not retain the graph (seen with torch 2.13). Parameters that are tensor subclasses have notes of their own,
     which cannot be reached from here.
     """
     context = TracingContext.try_get()
