@@ -34,10 +34,10 @@ from roundpipe_fx.distributed.ranks import Ranks
 from roundpipe_fx.distributed.run_end import RunEnd
 from roundpipe_fx.distributed.transfer_orders import Parcel, RankTransfers
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
-from roundpipe_fx.runtime.mailbox import Stopped
 from roundpipe_fx.runtime.pipeline_program import Instruction
 from roundpipe_fx.runtime.random_streams import RandomStream
 from roundpipe_fx.runtime.stage_collectives import Collective, begin_stage, started
+from roundpipe_fx.runtime.stopped import Stopped
 from roundpipe_fx.schedules import StageAction
 
 __all__ = ["ProcessTransport"]

@@ -8,6 +8,7 @@ plan is made for all ranks, as for a mesh on paper, may it run again.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -19,6 +20,7 @@ from roundpipe_fx.torch_private import group_ranks, size_hint
 __all__ = [
     "collective_name",
     "copied_bytes",
+    "group_argument",
     "group_of",
     "is_collective",
     "is_functional_collective",
@@ -63,9 +65,20 @@ def group_of(node: fx.Node) -> list[int]:
     Args:
         node: a call of a functional collective, or of DTensor's own.
     """
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    named = {**dict(zip((argument.name for argument in arguments), node.args, strict=False)), **node.kwargs}
-    return group_ranks(named["group_name"]) if "group_name" in named else []
+    group = group_argument(node.target, node.args, node.kwargs)
+    return group_ranks(group) if group is not None else []
+
+
+def group_argument(target: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """What names the group in a call of a collective; ``None`` if nothing does.
+
+    Args:
+        target: the operator.
+        arguments: of the call, by position.
+        options: of the call, by name.
+    """
+    names = (argument.name for argument in target._schema.arguments)
+    return {**dict(zip(names, arguments, strict=False)), **options}.get("group_name")
 
 
 def copied_bytes(node: fx.Node) -> int:

@@ -25,6 +25,7 @@ from roundpipe_fx.pipeline.sharded_costs import gathered_stages
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.report.plan_parts import OffloadedValue, PlannedMesh, PlannedPipeline
 from roundpipe_fx.runtime import random_streams
+from roundpipe_fx.runtime.compiled_parts import compile_in_parts
 from roundpipe_fx.runtime.pipeline_program import Gradient, PipelineProgram, Source, StepCode
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.runtime.profiled_operators import profile_operators
@@ -295,7 +296,7 @@ def _program(
             random=compiled.random,
             see=see,
             views=tuple(sorted(known[base].index for base in bases)),
-            collectives=collectives_of(module.module.graph) if lowered.stage_compiler == "eager" else (),
+            collectives=collectives_of(module.module.graph),
         )
 
     steps: dict[StageAction, StepCode] = {step: code(step, module) for step, module in variant.steps.modules.items()}
@@ -348,9 +349,8 @@ class _Compiled:
             drawing = random_streams.with_streams(module) if self.random else module
             profiled = drawing if self._see_workspace is None else profile_operators(drawing, self._see_workspace)
             return compile_stage(profiled, "eager")
-        if not self.random:
-            return compile_stage(module, self._compiler)
-        return random_streams.whole(compile_stage(module, self._compiler))
+        compiled = compile_in_parts(module, self._compiler)
+        return random_streams.whole(compiled) if self.random else compiled
 
 
 def union(graphs: Sequence[StageGraph]) -> StageGraph:

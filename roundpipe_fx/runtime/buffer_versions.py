@@ -10,8 +10,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from roundpipe_fx.runtime.mailbox import Stopped
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram
+from roundpipe_fx.runtime.stopped import Stopped
 
 __all__ = ["BufferVersions"]
 

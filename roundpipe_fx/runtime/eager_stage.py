@@ -12,7 +12,8 @@ import linecache
 import math
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,9 +30,28 @@ from roundpipe_fx.torch_private import (
     without_wrapper,
 )
 
-__all__ = ["eager_stage"]
+__all__ = ["BoxedCall", "eager_stage"]
 
 _numbers = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class BoxedCall:
+    """A target of nodes whose only argument is a list: a function that takes it, and clears it.
+
+    The list holds the only reference to values that die with the call, so each is freed at its last use inside.
+
+    Attributes:
+        call: the function.
+    """
+
+    call: Callable[[list[Any]], tuple[Any, ...]]
+
+    __name__ = "boxed_call"
+
+    def __call__(self, arguments: list[Any]) -> tuple[Any, ...]:
+        """Call the function."""
+        return self.call(arguments)
 
 
 def eager_stage(module: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]]:
@@ -58,10 +78,12 @@ def eager_stage(module: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]
         if node.op == "output":
             lines.append(f"    return {names.text(node.args[0])}")
             continue
-        line = f"    {node.name} = {_expression(node, module, names)}"
-        if dying[node]:
-            line += f"; {' = '.join(value.name for value in dying[node])} = None"
-        lines.append(line)
+        if isinstance(node.target, BoxedCall):
+            dead = [value for value in dying[node] if value is not node]
+            lines.append(f"    args = {names.text(node.args[0])}{_freeing(dead)}")
+            lines.append(f"    {node.name} = {names.of(node.target.call, 'compiled')}(args)")
+        else:
+            lines.append(f"    {node.name} = {_expression(node, module, names)}{_freeing(dying[node])}")
     text = "\n".join(lines) + "\n"
     filename = f"<roundpipe_fx {name} {next(_numbers)}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
@@ -69,6 +91,10 @@ def eager_stage(module: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]
     function = names.bound.pop(name)
     weakref.finalize(function, linecache.cache.pop, filename, None)
     return function
+
+
+def _freeing(values: Sequence[fx.Node]) -> str:
+    return f"; {' = '.join(value.name for value in values)} = None" if values else ""
 
 
 def _expression(node: fx.Node, module: fx.GraphModule, names: _Names) -> str:
@@ -91,8 +117,7 @@ def _called(node: fx.Node) -> Callable[..., Any]:
         isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values
     ):
         return draws_on_own_device(node.target)
-    called = without_wrapper(node.target)
-    return counted(called) if starts_collective(node.target) else called
+    return counted(node) if starts_collective(node.target) else without_wrapper(node.target)
 
 
 class _Names:

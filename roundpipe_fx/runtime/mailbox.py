@@ -11,13 +11,10 @@ import torch
 from roundpipe_fx.runtime.device_streams import DeviceStreams, Message
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Instruction
+from roundpipe_fx.runtime.stopped import Stopped
 from roundpipe_fx.schedules import StageAction
 
-__all__ = ["Mailbox", "Mailboxes", "Stopped"]
-
-
-class Stopped(Exception):
-    """Another worker has failed, so this one must not go on."""
+__all__ = ["Mailbox", "Mailboxes"]
 
 
 class Mailbox:

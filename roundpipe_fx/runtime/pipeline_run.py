@@ -20,11 +20,12 @@ from roundpipe_fx.runtime.buffer_versions import BufferVersions
 from roundpipe_fx.runtime.complete_gradients import CompleteGradients
 from roundpipe_fx.runtime.device_streams import DeviceStreams
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
-from roundpipe_fx.runtime.mailbox import Mailboxes, Stopped
+from roundpipe_fx.runtime.mailbox import Mailboxes
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, Source, last_uses
 from roundpipe_fx.runtime.prefetch import PrefetchStep, prefetch_steps_of
 from roundpipe_fx.runtime.random_streams import RandomStream, drawing
 from roundpipe_fx.runtime.stage_updates import StageUpdates, StepUpdates
+from roundpipe_fx.runtime.stopped import Stopped
 from roundpipe_fx.runtime.transport import Transport
 from roundpipe_fx.runtime.value_offloading import OffloadSteps, ValueOffloading
 from roundpipe_fx.runtime.worker import Workers

@@ -5,6 +5,13 @@ yet with zeros, which nobody uses, and the others come to the end of the stage::
 
     rank 2   all_reduce   ✗ raises   all_reduce of zeros   all_reduce of zeros   │ the run has failed
     rank 3   all_reduce   ────────   all_reduce            all_reduce            │ the run has failed
+
+If sizes of what a collective reads depend on data, a rank that has failed does not know them. Such a collective follows
+a vote: an ``all_reduce`` of one number, whether a rank has failed. If so, none of the group's ranks runs the
+collective, and those that had not failed stop there::
+
+    rank 2   ✗ raises   vote: failed      │ not run   all_reduce of zeros   │ the run has failed
+    rank 3   ────────   vote: not failed  │ stops     all_reduce of zeros   │ the run has failed
 """
 
 from __future__ import annotations
@@ -17,25 +24,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.ir.collectives import starts_collective
+from roundpipe_fx.ir.collectives import group_argument, starts_collective
+from roundpipe_fx.runtime.stopped import Stopped
 from roundpipe_fx.torch_private import tree_leaves, wait_for_collective
 
 __all__ = ["Collective", "begin_stage", "collectives_of", "counted", "started"]
 
 Collective = Callable[[], None]
-"""Runs a collective on zeros, and waits for it."""
+"""Runs a collective on zeros, or votes that this rank has failed, and waits for it."""
 
 
 class _Progress(threading.local):
     started = 0
+    voting = False
 
 
 _progress = _Progress()
 
 
 def begin_stage() -> None:
-    """The worker in this thread begins a stage: it has started none of its collectives."""
-    _progress.started = 0
+    """The worker in this thread begins a stage, shared with ranks that may fail: it has started no collective of it."""
+    _progress.started, _progress.voting = 0, True
 
 
 def started() -> int:
@@ -43,11 +52,23 @@ def started() -> int:
     return _progress.started
 
 
-@functools.cache
-def counted(target: Callable[..., Any]) -> Callable[..., Any]:
-    """The same operator, whose calls are counted as started collectives."""
+def counted(node: fx.Node) -> Callable[..., Any]:
+    """The operator of a collective, whose calls are counted as started, and follow a vote if sizes depend on data.
 
+    It raises ``Stopped`` if a rank has voted that it failed.
+    """
+    assert callable(node.target)
+    return _counted(node.target, not _is_known(node))
+
+
+@functools.cache
+def _counted(target: Callable[..., Any], votes: bool) -> Callable[..., Any]:
     def call(*arguments: Any, **options: Any) -> Any:
+        if votes and _progress.voting:
+            group, value = group_argument(target, arguments, options), _first_tensor(arguments)
+            if group is not None and _vote(False, group, value.device):
+                _progress.started += 1
+                raise Stopped
         result = target(*arguments, **options)
         _progress.started += 1
         return result
@@ -56,15 +77,16 @@ def counted(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def collectives_of(graph: fx.Graph) -> tuple[Collective, ...]:
-    """The collectives of a stage module, in order; none if one of them reads anything but tensors of known sizes."""
+    """The collectives of a stage module, in order; none if sizes of one depend on data and its group has no name."""
     nodes = [node for node in graph.nodes if starts_collective(node.target)]
-    if not all(_is_known(source.meta.get("val")) for node in nodes for source in node.all_input_nodes):
+    if any(not _is_known(node) and group_argument(node.target, node.args, node.kwargs) is None for node in nodes):
         return ()
-    return tuple(functools.partial(_run, node) for node in nodes)
+    return tuple(functools.partial(_run if _is_known(node) else _fail, node) for node in nodes)
 
 
-def _is_known(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
+def _is_known(node: fx.Node) -> bool:
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    return all(isinstance(v, torch.Tensor) and all(isinstance(size, int) for size in v.shape) for v in values)
 
 
 @torch.no_grad()
@@ -79,3 +101,22 @@ def _run(node: fx.Node) -> None:
 def _zeros(node: fx.Node) -> torch.Tensor:
     value = node.meta["val"]
     return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _fail(node: fx.Node) -> None:
+    group = group_argument(node.target, node.args, node.kwargs)
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    _vote(True, group, _first_tensor(values).device)
+
+
+@torch.no_grad()
+def _vote(failed: bool, group: Any, device: torch.device) -> bool:
+    """Whether any rank of a group votes that it has failed."""
+    vote = torch.full((1,), int(failed), dtype=torch.int32, device=device)
+    most = torch.ops._c10d_functional.all_reduce(vote, "max", group)
+    wait_for_collective(most)
+    return bool(most.item())
+
+
+def _first_tensor(values: Any) -> torch.Tensor:
+    return next(value for value in tree_leaves(values) if isinstance(value, torch.Tensor))

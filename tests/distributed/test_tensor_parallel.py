@@ -99,6 +99,37 @@ class BreakingNet(Net):
         self.layers = nn.ModuleList(BreakingBlock(0.0) for _ in range(4))
 
 
+class PickingBlock(nn.Module):
+    """The number of rows that its collectives read depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        rows = (y[..., 0] > 0).nonzero(as_tuple=True)
+        return x.index_put(rows, self.down(F.silu(self.up(may_raise(y[rows])))), accumulate=True)
+
+
+class PickingNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PickingBlock() for _ in range(4))
+
+
+def picking_parallel(model: Any, mesh: DeviceMesh) -> Any:
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def as_it_is(module: torch.fx.GraphModule, _examples: Any) -> Callable[..., Any]:
+    """A stage compiler that compiles nothing."""
+    return module.forward
+
+
 def tensor_parallel(model: Any, mesh: DeviceMesh) -> Any:
     for layer in model.layers:
         columns = {name: ColwiseParallel() for name in ("query", "key", "value", "gate", "up")}
@@ -203,6 +234,18 @@ def check_layouts(_rank: int, _folder: str) -> None:
         _check(_net(), parallel, _batch(), _meshes())
 
 
+def check_sizes_that_depend_on_data(_rank: int, _folder: str) -> None:
+    torch.manual_seed(0)
+    for compiler in ("eager", as_it_is):
+        _check(PickingNet(), picking_parallel, _batch(), _meshes(), stage_compiler=compiler)
+
+
+def check_compiled_stages(_rank: int, _folder: str) -> None:
+    _check(_net(), vocabulary_parallel, _batch(), _meshes(), stage_compiler="inductor")
+    torch.manual_seed(0)
+    _check(PickingNet(), picking_parallel, _batch(), _meshes(), stage_compiler="inductor")
+
+
 def check_transformers(_rank: int, _folder: str) -> None:
     model, batch = make("llama")
     _check(model, parallel_llama, batch, _meshes())
@@ -297,35 +340,55 @@ def check_calls_and_checkpoints(_rank: int, folder: str) -> None:
         model.save(f"{folder}/files")
 
 
+def _raises_everywhere(rank: int, plain: nn.Module, parallel: Any, name: str, **options: Any) -> None:
+    batch = _batch()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(name, "tp"))
+    model = roundpipe_fx.compile(parallel(copy.deepcopy(plain), mesh["tp"]), mesh=mesh, num_microbatches=4, **options)
+    model.trace(**batch)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model.forward_backward(**batch)
+        return [_whole(value.grad).clone() for value in model.parameters()]
+
+    gradients()  # sizes that depend on data are known to the plan from now on
+    Armed.call = 100
+    expected = gradients()
+    count = 100 - Armed.call
+    for broken, call in ((0, 0), (1, 1), (2, 3), (3, count // 2), (1, count - 2), (2, count - 1)):
+        Armed.call = call if rank == broken else None
+        start = time.monotonic()
+        with pytest.raises((ValueError, RemoteError), match="the stage of this rank is broken") as caught:
+            model.forward_backward(**batch)
+        assert time.monotonic() - start < 10
+        assert isinstance(caught.value, ValueError if rank == broken else RemoteError)
+        assert rank == broken or f"rank {broken} of the pipeline" in str(caught.value)
+        Armed.call = None
+    assert all(map(torch.equal, gradients(), expected))
+
+
 def check_failures(rank: int, _folder: str) -> None:
     """If a stage raises on one rank, between its collectives, all ranks raise, and the next step runs as if nothing
     had been."""
-    batch = _batch()
     torch.manual_seed(0)
     plain = BreakingNet()
     for parallel, name in ((tensor_parallel, "pp"), (vocabulary_parallel, "pp"), (tensor_parallel, "dp")):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(name, "tp"))
-        model = roundpipe_fx.compile(parallel(copy.deepcopy(plain), mesh["tp"]), mesh=mesh, num_microbatches=4)
-        model.trace(**batch)
+        _raises_everywhere(rank, plain, parallel, name)
 
-        def gradients(model: Any = model) -> list[torch.Tensor]:
-            model.zero_grad()
-            model.forward_backward(**batch)
-            return [_whole(value.grad).clone() for value in model.parameters()]
 
-        Armed.call = 100
-        expected = gradients()
-        count = 100 - Armed.call
-        for broken, call in ((0, 0), (1, 1), (2, 3), (3, count // 2), (1, count - 2), (2, count - 1)):
-            Armed.call = call if rank == broken else None
-            start = time.monotonic()
-            with pytest.raises((ValueError, RemoteError), match="the stage of this rank is broken") as caught:
-                model.forward_backward(**batch)
-            assert time.monotonic() - start < 10
-            assert isinstance(caught.value, ValueError if rank == broken else RemoteError)
-            assert rank == broken or f"rank {broken} of the pipeline" in str(caught.value)
-            Armed.call = None
-        assert all(map(torch.equal, gradients(), expected))
+def check_failures_of_compiled_stages(rank: int, _folder: str) -> None:
+    torch.manual_seed(0)
+    plain = BreakingNet()
+    for parallel, name in ((vocabulary_parallel, "pp"), (tensor_parallel, "dp")):
+        _raises_everywhere(rank, plain, parallel, name, stage_compiler=as_it_is)
+
+
+def check_failures_with_sizes_that_depend_on_data(rank: int, _folder: str) -> None:
+    torch.manual_seed(0)
+    plain = PickingNet()
+    for compiler in ("eager", as_it_is):
+        for name in ("pp", "dp"):
+            _raises_everywhere(rank, plain, picking_parallel, name, stage_compiler=compiler)
 
 
 def check_errors(rank: int, _folder: str) -> None:
@@ -359,9 +422,21 @@ def test_pipelines_of_tensor_parallel_stages(tmp_path: Path) -> None:
         check_replicas,
         check_calls_and_checkpoints,
         check_failures,
+        check_failures_of_compiled_stages,
         check_errors,
     ]
     in_processes(4, checks, tmp_path)
+
+
+@pytest.mark.long
+def test_sizes_of_tensor_parallel_stages_that_depend_on_data(tmp_path: Path) -> None:
+    checks = [check_sizes_that_depend_on_data, check_failures_with_sizes_that_depend_on_data]
+    in_processes(4, checks, tmp_path)
+
+
+@pytest.mark.long
+def test_tensor_parallel_stages_that_inductor_compiles(tmp_path: Path) -> None:
+    in_processes(4, [check_compiled_stages], tmp_path)
 
 
 def check_replicas_of_pipelines(_rank: int, _folder: str) -> None:
