@@ -38,7 +38,7 @@ from roundpipe_fx.distributed.transport import ProcessTransport
 from roundpipe_fx.pipeline.captured_calls import CapturedCalls
 from roundpipe_fx.pipeline.compared_texts import batch_text, shapes_text
 from roundpipe_fx.pipeline.rank_plans import RankPlan, RankPlans
-from roundpipe_fx.pipeline.scheduled import Scheduled
+from roundpipe_fx.pipeline.scheduled import Scheduled, reads_left_elsewhere
 from roundpipe_fx.pipeline.shared_outputs import end_bytes_of, replace_updates, run_end_of, shared_outputs_of
 from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning
@@ -333,6 +333,20 @@ class ProcessPipeline:
             self.replication.note_unsynchronized(finished.gradients)
         spans = [[] if device != rank else finished.spans[0] for device in range(self.group.size)]
         return dataclasses.replace(finished, spans=spans)
+
+    def refuse_backward_elsewhere(self, whole: Scheduled) -> None:
+        """Refuse to differentiate the outputs of a call if a rank has not seen what its backward reads.
+
+        Raises:
+            RuntimeError: so it is.
+        """
+        action = reads_left_elsewhere(whole.instructions)
+        if action is not None:
+            raise RuntimeError(
+                f"the schedule runs {action} on a rank that has not seen all values of the forward that it reads. When "
+                "the model is called, they stay where they are until its output is differentiated: use "
+                "forward_backward, which runs forward and backward in one step, or another schedule."
+            )
 
     def _warn_of_late_sends(self, transfers: RankTransfers, programs: Sequence[PipelineProgram], budget: int) -> None:
         """Say once what a budget does not count: messages that are held until the end of the step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from roundpipe_fx.distributed.gathering import kept_of
@@ -11,10 +11,10 @@ from roundpipe_fx.pipeline.graph import union
 from roundpipe_fx.pipeline.unequal import check_together, costs_of_others
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, instructions_of
 from roundpipe_fx.runtime.value_offloading import OffloadSteps, offload_steps_of
-from roundpipe_fx.schedules import ActionKind
+from roundpipe_fx.schedules import Action, ActionKind
 from roundpipe_fx.schedules.sharding import KeptGathered
 
-__all__ = ["Scheduled", "scheduled_run"]
+__all__ = ["Scheduled", "reads_left_elsewhere", "scheduled_run"]
 
 
 class Scheduled(NamedTuple):
@@ -58,3 +58,30 @@ def scheduled_run(captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None)
     steps = offload_steps_of(schedule, instructions, offloads) if offloads else []
     # The programs are referred to, so that their identities are not reused.
     return Scheduled(instructions, steps, kept_of(whole, instructions, kept), captured.programs)
+
+
+def reads_left_elsewhere(instructions: Sequence[Sequence[Instruction]]) -> Action | None:
+    """An action of the backward that reads what only another device has when all forwards are done; ``None``: there is
+    none.
+
+    Args:
+        instructions: of each device, for a whole step.
+    """
+    left: set[tuple[int, int]] = set()
+    known: list[set[tuple[int, int]]] = []
+    for of_device in instructions:
+        forwards = [instruction for instruction in of_device if instruction.action.kind is ActionKind.FORWARD]
+        made = {(each.action.microbatch, number) for each in forwards for number in each.code.outputs}
+        left |= made
+        known.append(made | {read for each in forwards for read in _values_read(each)})
+    for of_device, here in zip(instructions, known, strict=True):
+        backwards = [instruction for instruction in of_device if instruction.action.kind is not ActionKind.FORWARD]
+        for instruction in backwards:
+            if (left - here).intersection(_values_read(instruction)):
+                return instruction.action
+    return None
+
+
+def _values_read(instruction: Instruction) -> list[tuple[int, int]]:
+    batch = instruction.action.microbatch
+    return [(batch, source.index) for source in instruction.code.inputs if source.kind == "value"]

@@ -186,11 +186,8 @@ class Pipeline:
                 outputs = self._model_outputs(captured, finished.outputs)
                 return self._returned(merge(outputs, self._splitting.outputs, weights))
             run = functools.partial(self._run_part, captured)
-            if self._processes is not None and self.settings.schedule == "roundpipe":
-                raise RuntimeError(
-                    "with schedule='roundpipe' over processes a microbatch's backward may run on another rank than its "
-                    "forward, in the same step: use forward_backward, or another schedule."
-                )
+            if self._processes is not None:
+                self._processes.refuse_backward_elsewhere(self._scheduled(captured, None))
             results, of_outputs = through_autograd(captured, splits, run, self._alive, self._sharded())
             outputs = self._model_outputs(captured, results, of_outputs)
         return self._returned(merge(outputs, self._splitting.outputs, weights))

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import roundpipe_fx
+from roundpipe_fx import Schedule
 from tests.distributed.models import make
 from tests.trainers.processes import in_processes
 
@@ -64,13 +65,37 @@ def check_dispatch(_rank: int, folder: str) -> None:
     dcp.load({"model": state}, checkpoint_id=f"{folder}/dispatched")
     assert all(torch.equal(state[name], value) for name, value in compiled.state_dict().items())
     inputs = {name: value for name, value in batch.items() if name not in ("labels", "loss_fn")}
-    with pytest.raises(RuntimeError, match="use forward_backward, or another schedule"):
+    with pytest.raises(RuntimeError, match="use forward_backward, which runs forward and backward in one step"):
         compiled(**inputs)
     with torch.no_grad():
         torch.testing.assert_close(compiled(**inputs).logits, plain(**inputs).logits, rtol=1e-5, atol=1e-6)
     normed, batch = make("net")
     with pytest.raises(ValueError, match="With schedule='roundpipe' all ranks have it: take another schedule"):
         roundpipe_fx.compile(normed, mesh=_mesh(), num_microbatches=2, schedule="roundpipe").trace(**batch)
+
+
+CROSSED = """
+0: F0.0 F0.1 B1.0 B1.1
+1: F1.0 F1.1 B0.0 B0.1
+"""
+
+
+def check_backwards_elsewhere(_rank: int, _folder: str) -> None:
+    """A schedule that runs backwards on other ranks than their forwards: a step has the bits of one process, and a
+    call is refused."""
+    plain, batch = make("llama")
+    crossed, straight = copy.deepcopy(plain), copy.deepcopy(plain)
+    mesh = _mesh()
+    model = roundpipe_fx.compile(crossed, mesh=mesh, num_microbatches=2, schedule=Schedule.parse(CROSSED))
+    losses = _steps(roundpipe_fx.compile(plain, num_microbatches=2), batch)
+    assert all(map(torch.equal, _steps(model, batch), losses))
+    gradients = {name: value.grad for name, value in model.named_parameters()}
+    assert all(torch.equal(value, plain.get_parameter(name).grad) for name, value in gradients.items())
+    inputs = {name: value for name, value in batch.items() if name not in ("labels", "loss_fn")}
+    with pytest.raises(RuntimeError, match=r"runs B\d\.0 on a rank that has not seen"):
+        model(**inputs)
+    same = roundpipe_fx.compile(straight, mesh=mesh, num_microbatches=2, schedule="gpipe")
+    same(**inputs).logits.square().mean().backward()
 
 
 def check_budget_of_dispatch(_rank: int, _folder: str) -> None:
@@ -89,7 +114,7 @@ def check_budget_of_dispatch(_rank: int, _folder: str) -> None:
 
 @pytest.mark.long
 def test_dispatch(tmp_path: Path) -> None:
-    in_processes(2, [check_dispatch], tmp_path)
+    in_processes(2, [check_dispatch, check_backwards_elsewhere], tmp_path)
 
 
 @pytest.mark.long
