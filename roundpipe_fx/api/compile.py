@@ -157,6 +157,7 @@ def compile(
             optim_dtype=optim_dtype,
             deferred_batch_norm=deferred_batch_norm,
             schedule=schedule,
+            checkpoint=checkpoint,
         )
     pipelining = parse_pipelining(
         devices,

@@ -43,7 +43,9 @@ T = TypeVar("T", bound=torch.Tensor)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+|(?<=index=)\d+")
 
 
-def devices_of(mesh: DeviceMesh, model: nn.Module, options: Options, schedule: Any, **others: Any) -> list[str]:
+def devices_of(
+    mesh: DeviceMesh, model: nn.Module, options: Options, schedule: Any, checkpoint: Any = None, **others: Any
+) -> list[str]:
     """The devices to plan for: one for each rank, all like this one's.
 
     Args:
@@ -51,6 +53,7 @@ def devices_of(mesh: DeviceMesh, model: nn.Module, options: Options, schedule: A
         model: what is compiled.
         options: the user's.
         schedule: the user's.
+        checkpoint: the user's.
         **others: options that contradict a mesh, with the values that the user gave.
 
     Raises:
@@ -66,10 +69,10 @@ def devices_of(mesh: DeviceMesh, model: nn.Module, options: Options, schedule: A
     device = mesh.device_type
     if device != "cpu":
         device = f"{device}:{torch.accelerator.current_device_index()}"
-        if options.memory_budget is None and options.recompute is None:
+        if options.memory_budget is None and options.recompute is None and checkpoint is None:
             raise ValueError(
                 "memory_budget=None takes what is free on each rank's device, and all ranks must plan alike: give "
-                "memory_budget=, or recompute='none' for no limit."
+                "memory_budget=, checkpoint=, or recompute='none' for no limit."
             )
     for name, value in named_tensors(model):
         if value.device.type != "meta" and value.device != torch.device(device):

@@ -133,7 +133,7 @@ class PipelineGroup(Ranks):
         check_mesh(mesh)
         names = mesh.mesh_dim_names or ()
         any_group = mesh.get_group(PIPELINE if PIPELINE in names else DATA)
-        timeout, backend = group_timeout(any_group), dist.get_backend(any_group)
+        timeout, backend = group_timeout(any_group, mesh.device_type), _backend_of(any_group, mesh.device_type)
         ranks = _ranks_of(mesh)
         replica, part, _ = place = next(
             (replica, part, number)
@@ -197,6 +197,11 @@ class PipelineGroup(Ranks):
         if value.device.type == "cpu":
             return self._host()
         return self._up() if source < target else self._down()
+
+
+def _backend_of(group: dist.ProcessGroup, device: str) -> str:
+    """The backend for tensors of a type of device: a group may have one for each, as ``cpu:gloo,cuda:nccl``."""
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(","))[device]
 
 
 def _ranks_of(mesh: DeviceMesh) -> list[list[list[int]]]:

@@ -18,10 +18,9 @@ def default_store() -> dist.Store:
     return _get_default_store()
 
 
-def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """How long the operations of a process group may take."""
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    timeout: timedelta = group._get_backend(device).options._timeout
+def group_timeout(group: dist.ProcessGroup, device: str) -> timedelta:
+    """How long the operations of a process group on tensors of a type of device may take."""
+    timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
     return timeout
 
 

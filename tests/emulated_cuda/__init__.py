@@ -16,6 +16,8 @@ From that follow, through PyTorch's own streams, events, autograd threads and ge
 What it is not: it knows no kernels of CUDA's (attention is the composite one, convolutions are the CPU's, nothing is
 known of what they allocate for themselves), no Triton, so an eager stage stands in for Inductor, and no seconds.
 
+Several processes, each with a device, communicate by ``nccl.py``.
+
 ``make emulated`` runs ``tests/gpu`` on it. ``device.cpp`` is loaded before torch is (``LD_PRELOAD``), which finds there
 what a CUDA build would bring; ``cuda_module.py`` makes up for what a CPU build leaves out of ``torch.cuda``.
 """

@@ -835,6 +835,13 @@ std::vector<std::string> taken(std::vector<std::string>& from) {
   return std::exchange(from, {});
 }
 
+void communicates(const std::string& by, const std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& targets) {
+  Locked locked(everything);
+  int stream = issue(current_device);
+  for (auto& source : sources) read(source, stream, by);
+  for (auto& target : targets) write(target, stream, by);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(emulated_device, module) {
@@ -850,5 +857,6 @@ PYBIND11_MODULE(emulated_device, module) {
   module.def("races", [] { return taken(found_races); }, "Races since the last call, which are forgotten then.");
   module.def("synchronizations", [] { return taken(seen_synchronizations); }, "Likewise: what the host waited for.");
   module.def("resize_storage", resize_storage);
+  module.def("communicates", communicates, "An operation of communication, on the current stream of the tensors' device.");
   module.def("refuse_synchronizations", [](bool refuse) { refuse_synchronizations = refuse; });
 }

@@ -1,0 +1,49 @@
+"""Checks that run in several processes with a device each, which communicate by NCCL: the real one, or the emulated."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["on_devices"]
+
+Check = Callable[[int], None]
+"""Takes the rank of its process, which is also the number of its device."""
+
+
+def on_devices(count: int, checks: Sequence[Check], folder: Path) -> None:
+    """Run checks one after another, each in all processes. On emulated devices a race is an error.
+
+    Args:
+        count: number of processes.
+        checks: functions of modules.
+        folder: an empty one.
+    """
+    torch.multiprocessing.spawn(_process, (count, str(folder), checks), nprocs=count)
+
+
+def _process(rank: int, count: int, folder: str, checks: Sequence[Check]) -> None:
+    torch.set_num_threads(1)
+    backend, races = "nccl", list
+    if "emulated_cuda" in os.environ.get("LD_PRELOAD", ""):
+        from tests.emulated_cuda import cuda_module, nccl
+
+        cuda_module.emulate()
+        nccl.register()
+        backend, races = nccl.NAME, cuda_module.device.races
+    torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=count)
+    try:
+        for check in checks:
+            check(rank)
+            found = races()
+            assert not found, "\n".join(found[:5])
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
