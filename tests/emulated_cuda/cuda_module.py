@@ -80,6 +80,7 @@ def emulate() -> None:
     private._cuda_exchangeDevice = _exchange
     private._cuda_maybeExchangeDevice = _maybe_exchange
     private._cuda_isCurrentStreamCapturing = lambda: False
+    private._cuda_setStream = _set_stream
     cudart = _Cudart()
     cuda.cudart = lambda: cudart
     cuda._CudaDeviceProperties = _Properties
@@ -116,9 +117,13 @@ def emulate() -> None:
     cuda.max_memory_allocated = lambda which=None: device.peak(_index(which))
     cuda.reset_peak_memory_stats = lambda which=None: device.reset_peak(_index(which))
     cuda.mem_get_info = lambda which=None: (device.capacity() - device.allocated(_index(which)), device.capacity())
-    cuda.empty_cache = lambda: None
+    cuda.empty_cache = device.empty_cache
     torch.UntypedStorage.clone = _cloned_storage  # type: ignore[method-assign]
     torch.UntypedStorage.resize_ = _resized_storage  # type: ignore[method-assign]
+
+
+def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+    torch.accelerator.set_stream(torch.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type))
 
 
 def _index(which: Any = None) -> int:

@@ -220,6 +220,19 @@ void give_back(int stream, bool is_small, Chunk chunk) {
   pool.add(chunk);
 }
 
+// Segments of which nothing is in use go back to the device.
+void empty_cache() {
+  Locked locked(everything);
+  for (auto& [key, pool] : pools) {
+    std::map<int64_t, int> parts;
+    for (auto& [place, chunk] : pool.chunks) parts[place.first]++;
+    std::vector<Chunk> unused;
+    for (auto& [place, chunk] : pool.chunks)
+      if (chunk.is_free && parts[place.first] == 1) unused.push_back(chunk);
+    for (auto& chunk : unused) pool.take_out(chunk);
+  }
+}
+
 struct Use {
   uint64_t time = 0;
   std::string by;
@@ -856,6 +869,7 @@ PYBIND11_MODULE(emulated_device, module) {
   module.def("reset_peak", [](int device) { counters[device].peak = counters[device].now; });
   module.def("races", [] { return taken(found_races); }, "Races since the last call, which are forgotten then.");
   module.def("synchronizations", [] { return taken(seen_synchronizations); }, "Likewise: what the host waited for.");
+  module.def("empty_cache", empty_cache);
   module.def("resize_storage", resize_storage);
   module.def("communicates", communicates, "An operation of communication, on the current stream of the tensors' device.");
   module.def("refuse_synchronizations", [](bool refuse) { refuse_synchronizations = refuse; });
