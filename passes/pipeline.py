@@ -149,7 +149,7 @@ def _backward_program(context: PassContext) -> bool:
 
 
 def _copied_to_host(context: PassContext) -> bool:
-    """values that the user wants on the host, on one device"""
+    """values that leave for the host, on one device"""
     return bool(context.host_copies)
 
 

@@ -104,7 +104,7 @@ def parse_host_budget(budget: Any) -> int | None:
         budget: ``68719476736``, ``"64GiB"`` or ``None``.
 
     Raises:
-        ValueError: a number that is not positive, or a text that is no size.
+        ValueError: a negative number, or a text that is no size.
         TypeError: anything else.
     """
     if budget is None:
@@ -113,8 +113,8 @@ def parse_host_budget(budget: Any) -> int | None:
         return _size(budget, "host_budget")
     if isinstance(budget, bool) or not isinstance(budget, int):
         raise TypeError(f"host_budget must be bytes, a size like '64GiB', or None, not {type(budget).__name__}.")
-    if budget <= 0:
-        raise ValueError(f"host_budget={budget}: a number of bytes must be positive.")
+    if budget < 0:
+        raise ValueError(f"host_budget={budget}: a number of bytes must not be negative.")
     return budget
 
 

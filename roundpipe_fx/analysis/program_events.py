@@ -28,6 +28,7 @@ from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
 from roundpipe_fx.codegen import Program
 from roundpipe_fx.ir.joint_graph import Mark, is_sum, tensor_values
+from roundpipe_fx.torch_private import offload_operators
 
 __all__ = ["CALLER", "Course", "FollowedCall", "ProgramEvents", "course_of"]
 
@@ -191,9 +192,11 @@ class ProgramEvents:
         operands = node.all_input_nodes
         made: list[int] = []
         values[node] = values[operands[0]]
-        if node.meta["val"].device != operands[0].meta["val"].device:
-            made = [] if node.meta["val"].device.type == "cpu" else [self.numbers.new(node.meta["val"])]
-            values[node] = made or [OUTSIDE]
+        copied = offload_operators()
+        if copied is not None and node.target is copied.offload.default:
+            values[node] = [OUTSIDE]
+        elif copied is not None and node.target is copied.reload.default:
+            values[node] = made = [self.numbers.new(node.meta["val"])]
         self.makers.update(dict.fromkeys(made, node))
         reads = [storage for operand in operands for storage in values[operand] if storage != OUTSIDE]
         self.events.append(Event((COPIES, node), list(dict.fromkeys(reads)), made, stream=self._stream))

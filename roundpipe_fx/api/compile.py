@@ -120,7 +120,9 @@ def compile(
             of once per microbatch.
         host_budget: for a model on the CPU and devices that are GPUs, the most bytes of pinned host memory that its
             weights, their gradients and the values that leave the devices may take, as bytes or a size like
-            ``"64GiB"``. ``None``: 80 % of what the host has available, and the weights.
+            ``"64GiB"``. ``None``: 80 % of what the host has available, and the weights. For a model on a GPU, without
+            microbatches: of values that leave where that saves recomputation; ``None``: 80 % of what is available, and
+            0: none leave.
         host_links: for such a model, how many links to the host the devices share evenly: GPUs behind one PCIe switch
             share one. Steps are planned as if all devices copied all the time. ``None``: each device has its own.
 
@@ -141,6 +143,7 @@ def compile(
             "recompute": recompute,
             "memory_budget": memory_budget,
             "tiling": tiling,
+            "host_budget": host_budget,
             "cost": cost,
             "stage_compiler": stage_compiler,
             "passes": passes,
@@ -176,10 +179,11 @@ def compile(
         pipelining = dataclasses.replace(
             pipelining, over_processes=True, replicas=replicas, sharded=sharded, tensor_parallel=parts
         )
-    if host_budget is not None or host_links is not None:
-        if pipelining is None or mesh is not None:
-            name = "host_budget" if host_budget is not None else "host_links"
-            raise ValueError(f"{name} is for a model on the CPU that devices train: give devices=['cuda:0'] too.")
+    if mesh is not None and host_budget is not None:
+        raise ValueError(f"host_budget={host_budget!r} is not supported with a mesh.")
+    if host_links is not None and (pipelining is None or mesh is not None):
+        raise ValueError("host_links is for a model on the CPU that devices train: give devices=['cuda:0'] too.")
+    if pipelining is not None and (host_budget is not None or host_links is not None):
         pipelining = dataclasses.replace(
             pipelining, host_budget=parse_host_budget(host_budget), host_links=parse_host_links(host_links)
         )

@@ -133,7 +133,13 @@ def plan(
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ValueError(f"devices={devices!r}: plan() takes a number of devices, at least 1, all of the same kind.")
     options = Options.parse(
-        {"stages": stages, "memory_budget": memory_budget, "tiling": tiling, "stage_compiler": "eager"}
+        {
+            "stages": stages,
+            "memory_budget": memory_budget,
+            "tiling": tiling,
+            "host_budget": host_budget,
+            "stage_compiler": "eager",
+        }
     )
     budget = options.memory_budget
     replicas, ranks = 1, tensor_parallel_ranks(model)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost import COMPILED_STAGES, MeasuredCosts, cost_model
 from roundpipe_fx.analysis.cost.network import Network
-from roundpipe_fx.analysis.cost.roofline import roofline_of
+from roundpipe_fx.analysis.cost.roofline import Roofline, roofline_of
 from roundpipe_fx.analysis.cost.trial import write_trials
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.simulator import allocation_granularity
@@ -45,7 +46,8 @@ from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.tiled_frontier import plans_in_tiles
 from roundpipe_fx.compiler.tiling import Needs, TilingSteps, UnmetError, plan_with_tiles
-from roundpipe_fx.compiler.values_on_host import host_copies, wants_host
+from roundpipe_fx.compiler.values_on_host import hidden, host_copies, may_leave, wants_host
+from roundpipe_fx.compiler.with_host import has_host, host_room, least_recomputed
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, tensor_values
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.region import budget_of_region
@@ -289,6 +291,7 @@ def _to_cache(lowered: Lowered, marks: Any) -> CachedPlan:
         limit=chosen.limit,
         peak=lowered.peak.bytes,
         frontier=chosen.frontier,
+        sent=lowered.setting.sent,
         shared=chosen.followed is not chosen.graph,
         schedule=schedule_as_data(schedule),
         marks=marks,
@@ -319,15 +322,68 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
         return operations_of(setting.run(joint, PassLevel.STAGED), setting)
 
     recalled = Recalled(cached.limit, cached.frontier, operations)
-    lowered = emit(copy, _looking_in_tiles(joint, setting).knowing(schedule=schedule), chosen=recalled)
+    looking = dataclasses.replace(_looking_in_tiles(joint, setting), sent=cached.sent)
+    lowered = emit(copy, looking.knowing(schedule=schedule), chosen=recalled)
     if lowered.peak.bytes != cached.peak:
         raise ValueError(f"its programs peak at {lowered.peak.bytes} bytes, not {cached.peak}")
     log.info("%s", lowered.plan)
     return lowered
 
 
+@dataclass(frozen=True, kw_only=True)
+class _CutGraph:
+    """A graph that is cut into stages, for which plans are made.
+
+    Attributes:
+        joint: the graph.
+        shared: the same with equal values shared; ``None``: there are none.
+        operations: of the graph.
+        whole: of ``shared``.
+        setting: what else there is to know.
+    """
+
+    joint: JointGraph
+    shared: JointGraph | None
+    operations: OperationGraph
+    whole: OperationGraph | None
+    setting: Setting
+
+    @classmethod
+    def of(cls, joint: JointGraph, setting: Setting) -> _CutGraph:
+        """That of a graph with segments."""
+        step = with_gradients(setting.step, joint)
+        shared = without_common_subexpressions(joint, setting) if setting.options.rotor is None else None
+        joint = setting.run(joint, PassLevel.STAGED)
+        operations = dataclasses.replace(operations_of(joint, setting), step=step)
+        whole = None if shared is None else dataclasses.replace(operations_of(shared, setting), step=step)
+        return cls(joint=joint, shared=shared, operations=operations, whole=whole, setting=setting)
+
+    @functools.cached_property
+    def beside(self) -> Any:
+        """What the early part of recomputations may run beside."""
+        return stages_to_overlap(self.joint, _full(self.setting))
+
+    def emitted(self, chosen: Chosen, sent: int = 0) -> Lowered:
+        """Emitted as chosen. Programs may need a little more than was planned: then nothing is early.
+
+        Args:
+            chosen: the plan.
+            sent: bytes of values that leave for the host, if as many have the time.
+        """
+        followed, schedule = chosen.followed, chosen.candidate.schedule
+        early = early_within(followed, schedule, self.beside)
+        setting = dataclasses.replace(self.setting, sent=sent)
+        for tried in (schedule,) if early is schedule else (early, schedule):
+            copy = (self.joint if followed is not self.whole or self.shared is None else self.shared).copy()
+            remat = remat_schedule(followed, tried).on(copy.graph)
+            lowered = emit(copy, setting.knowing(schedule=remat), chosen=chosen)
+            if lowered.peak.bytes <= chosen.limit:
+                break
+        return lowered
+
+
 def _within(joint: JointGraph, setting: Setting, budget: int | float, limit: int | None) -> Lowered:
-    """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used.
+    """Plan for a budget, with values on the host where that saves recomputation, or where no plan fits without it.
 
     Args:
         joint: a graph with segments.
@@ -338,38 +394,75 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float, limit: int
     Raises:
         UnmetError: no plan stays within it.
     """
-    step = with_gradients(setting.step, joint)
-    rotor = setting.options.rotor
-    shared = without_common_subexpressions(joint, setting) if rotor is None else None
-    joint = setting.run(joint, PassLevel.STAGED)
-    operations = dataclasses.replace(operations_of(joint, setting), step=step)
-    on_host = setting.context.runs_programs and wants_host(joint, setting.device.type)
-    if limit is not None and rotor is None and not on_host:
+    graph = _CutGraph.of(joint, setting)
+    options, operations = setting.options, graph.operations
+    runs = setting.context.runs_programs
+    wanted = runs and wants_host(graph.joint, setting.device.type)
+    if limit is not None and options.rotor is None and not wanted:
         least = least_bytes(operations)
         if least.bytes > limit:
             raise UnmetError(Needs(bytes=least.bytes, operation=least.operation, live=least.live))
-    whole = None if shared is None else dataclasses.replace(operations_of(shared, setting), step=step)
-    beside = stages_to_overlap(joint, _full(setting))
+    if wanted and isinstance(budget, int) and options.rotor is None:
+        return _first_within(_some_of(choices(operations, budget, setting.share, graph.whole)), graph.emitted)
+    without: Lowered | UnmetError
+    try:
+        without = _without_host(graph, budget)
+    except UnmetError as error:
+        without = error
+    room = host_room(options.host_budget, on_paper=options.device_name is not None)
+    several = options.rotor is not None or setting.step is not None
+    if runs and room and not wanted and not several and has_host(setting.device):
+        on_host = _with_host(graph, without, room)
+        if on_host is not None:
+            return on_host
+    if isinstance(without, UnmetError):
+        raise without
+    return without
+
+
+def _with_host(graph: _CutGraph, without: Lowered | UnmetError, room: int) -> Lowered | None:
+    """A plan that recomputes less than one without values on the host, or fits where none does without.
+
+    Args:
+        graph: for which plans are made.
+        without: the plan without values on the host, or what it needs at the least.
+        room: bytes of values that may be on the host.
+
+    Raises:
+        UnmetError: no plan fits, and with values on the host less is needed than without.
+    """
+    chosen = without.chosen
+    assert isinstance(chosen, Chosen)
+    plans = choices(graph.operations, chosen.limit, 1.0, graph.whole)
+    if isinstance(without, Lowered):
+        plans = [plan for plan in plans if plan.candidate.seconds < chosen.candidate.seconds]
+    if not plans:
+        return None
+    lowered, place = least_recomputed(plans, graph.emitted, room)
+    if lowered.peak.bytes <= chosen.limit:
+        return lowered
+    if isinstance(without, UnmetError) and lowered.peak.bytes < without.needs.bytes:
+        raise UnmetError(Needs.of_plan(plans[place], lowered.peak.bytes), plans[place])
+    return None
+
+
+def _without_host(graph: _CutGraph, budget: int | float) -> Lowered:
+    """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used.
+
+    Args:
+        graph: for which plans are made.
+        budget: bytes or a share.
+
+    Raises:
+        UnmetError: no plan stays within it.
+    """
+    setting, operations = graph.setting, graph.operations
+    rotor = setting.options.rotor
     margin = 0
     emitted: list[tuple[Candidate, int]] = []
-
-    def lowered_by(chosen: Chosen) -> Lowered:
-        """Emitted as chosen. Programs may need a little more than was planned: then nothing is early."""
-        followed, schedule = chosen.followed, chosen.candidate.schedule
-        early = early_within(followed, schedule, beside)
-        for tried in (schedule,) if early is schedule else (early, schedule):
-            copy = (joint if followed is not whole or shared is None else shared).copy()
-            remat = remat_schedule(followed, tried).on(copy.graph)
-            lowered = emit(copy, setting.knowing(schedule=remat), chosen=chosen)
-            if lowered.peak.bytes <= chosen.limit:
-                break
-        return lowered
-
-    if on_host and isinstance(budget, int) and rotor is None:
-        return _first_within(_some_of(choices(operations, budget, setting.share, whole)), lowered_by)
     while True:
         if rotor is None:
-            chosen = choose(operations, budget, setting.share, margin, whole, emitted)
+            chosen = choose(operations, budget, setting.share, margin, graph.whole, emitted)
         else:
             limit = int(rotor.limit * setting.share)
             fitted = fit_sequence(operations, limit - margin, rotor.slots, rotor.algo, rotor.loss_temporary)
@@ -377,7 +470,7 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float, limit: int
             chosen = Chosen(
                 candidate=fitted.candidate, limit=limit, graph=operations, frontier=frontier, followed=operations
             )
-        lowered = lowered_by(chosen)
+        lowered = graph.emitted(chosen)
         excess = lowered.peak.bytes - chosen.limit
         if excess <= 0:
             return lowered
@@ -453,9 +546,13 @@ def emit(
     backward = emit_backward_program(joint, modules) if training else None
     tangents = joint.expected_tangents if setting.compiler == "eager" else joint.tangents
     if backward is not None:
-        if setting.context.runs_programs:
+        if setting.context.runs_programs and setting.device.type != "cpu":
             granularity = allocation_granularity(setting.device)
-            copies = host_copies(joint, forward, backward, tangents, setting.device.type, granularity)
+            where = joint, forward, backward, tangents, _device_of(joint).type, granularity
+            copies = host_copies(*where)
+            if setting.sent:
+                byte_seconds = 1 / _roofline(setting).host
+                copies = hidden(may_leave(*where), forward, backward, seconds, byte_seconds, setting.sent)
             setting = setting.knowing(host_copies=copies)
         away = {copy.value for copy in setting.context.host_copies}
         # The copy back of a value is waited for on the main stream alone.
@@ -483,7 +580,11 @@ def _rewrite_program(program: Program, setting: Setting, overlapped: Collection[
 
 def _full(setting: Setting) -> int:
     """Elements of a result from which on a kernel fills the device."""
-    return roofline_of(setting.device, setting.options.device_name).full
+    return _roofline(setting).full
+
+
+def _roofline(setting: Setting) -> Roofline:
+    return roofline_of(setting.device, setting.options.device_name)
 
 
 def _device_of(joint: JointGraph) -> torch.device:

@@ -36,7 +36,7 @@ __all__ = ["CachedPlan", "PlanFile", "Recalled", "plan_file"]
 
 log = logging.getLogger(__name__)
 
-_FORMAT = "roundpipe_fx plan 1"
+_FORMAT = "roundpipe_fx plan 2"
 _MOST_FILES = 1000
 _ADDRESS = " at 0x"
 """In the text of an object that has no other."""
@@ -50,6 +50,7 @@ class CachedPlan:
         limit: the budget in bytes.
         peak: simulated, of the emitted programs.
         frontier: (peak bytes, modelled seconds of recomputation) of all candidates, highest peak first.
+        sent: bytes of values that leave for the host, if their copies are hidden.
         shared: whether the schedule is for the graph after common subexpressions were eliminated.
         schedule: as data: see :mod:`roundpipe_fx.compiler.schedule_data`.
         marks: as data: see :mod:`roundpipe_fx.compiler.cached_marks`.
@@ -58,6 +59,7 @@ class CachedPlan:
     limit: int
     peak: int
     frontier: tuple[tuple[int, float], ...]
+    sent: int
     shared: bool
     schedule: Any
     marks: Any
@@ -92,6 +94,7 @@ class PlanFile:
                 limit=_number(data["limit"]),
                 peak=_number(data["peak"]),
                 frontier=tuple((_number(size), _seconds(seconds)) for size, seconds in data["frontier"]),
+                sent=_number(data["sent"]),
                 shared=data["shared"] is True,
                 schedule=data["schedule"],
                 marks=data["marks"],
@@ -115,6 +118,7 @@ class PlanFile:
             "limit": plan.limit,
             "peak": plan.peak,
             "frontier": plan.frontier,
+            "sent": plan.sent,
             "shared": plan.shared,
             "schedule": plan.schedule,
             "marks": plan.marks,

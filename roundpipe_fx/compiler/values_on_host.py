@@ -1,26 +1,32 @@
-"""Values that the user wants on the host, where programs run: which of them leave, and beside what they are copied.
+"""Values on the host, where programs run: which of them may leave, which do, and beside what they are copied.
 
 A value leaves if it alone refers to its memory, and if something runs between the copy to the host and the copy back:
-those of the last stage stay, since its backward follows at once. Each copy has one call of the forward beside it, and
-the backward of one stage.
+those of the last stage stay, since its backward follows at once. Of values that the user wants there, each copy has one
+call of the forward beside it, and the backward of one stage. Others leave if their copies are hidden
+(:mod:`roundpipe_fx.compiler.hidden_copies`).
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.stage_calls import HeldBytes, simulate_calls
+from roundpipe_fx.analysis.stage_calls import simulate_calls
 from roundpipe_fx.codegen import Program, StageModule, value_name
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, viewed
+from roundpipe_fx.compiler.hidden_copies import MayLeave, hidden_copies
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, viewed
 from roundpipe_fx.ir.value_on_host import ValueOnHost
 from roundpipe_fx.torch_private import data_dependent_symbol, offload_operators, row_major
 
-__all__ = ["host_copies", "is_wanted_on_host", "may_be_on_host", "wants_host"]
+__all__ = ["hidden", "host_copies", "is_wanted_on_host", "may_be_on_host", "may_leave", "wants_host"]
+
+Seconds: TypeAlias = Mapping[tuple[int, Phase], float]
+"""By stage and phase."""
 
 log = logging.getLogger(__name__)
 
@@ -33,42 +39,80 @@ def host_copies(
     device: str,
     granularity: int,
 ) -> list[ValueOnHost]:
-    """What leaves, and when.
+    """What the user wants on the host, and when it is copied.
 
     Args:
         joint: the graph.
         forward: its forward program.
         backward: its backward program.
         tangents: incoming gradients that the step is expected to get.
-        device: type of the device.
+        device: type of the device on which the graph's values are.
         granularity: bytes that the device's allocator rounds sizes up to.
-
-    Returns:
-        nothing on the CPU, which is the host.
     """
-    if not wants_host(joint, device):
+    if not any(Mark.ON_HOST in node.meta for node in joint.graph.nodes):
         return []
     if offload_operators() is None:
         log.warning("this version of PyTorch has no operators that copy to the host: what is to be there is not.")
         return []
+    nodes = {node.name: node for node in joint.graph.nodes}
+    values = may_leave(joint, forward, backward, tangents, device, granularity)
+    wanted = [value for value in values if is_wanted_on_host(nodes[value.value])]
+    return [copy for value in wanted for copy in _copies(value, forward.calls, backward.calls)]
+
+
+def may_leave(
+    joint: JointGraph,
+    forward: Program,
+    backward: Program,
+    tangents: Collection[fx.Node],
+    device: str,
+    granularity: int,
+) -> list[MayLeave]:
+    """The values that may be on the host between forward and backward. Arguments as for :func:`host_copies`."""
     _, held = simulate_calls(forward, backward, joint.gradient_owners, tangents, granularity)
     modules = {module.name: module for module in forward.calls}
-    copies = []
+    values = []
     for value in held:
         module = modules.get(value.maker)
         if module is None or value.result is None or value.lasts:
             continue
         node = module.outputs[value.result]
-        if is_wanted_on_host(node) and may_be_on_host(node, device) and _comes_back_alike(node.meta["val"]):
-            names = node.name, value_name(joint, node)
-            copies += _copies(value, names, forward.calls, backward.calls)
-    return copies
+        if may_be_on_host(node, device) and _comes_back_alike(node.meta["val"]):
+            values.append(
+                MayLeave(
+                    value=node.name,
+                    name=value_name(joint, node),
+                    bytes=value.bytes,
+                    maker=value.maker,
+                    readers=value.readers,
+                )
+            )
+    return values
 
 
-def _copies(
-    value: HeldBytes, names: tuple[str, str], forward: Sequence[StageModule], backward: Sequence[StageModule]
+def hidden(
+    values: Sequence[MayLeave], forward: Program, backward: Program, seconds: Seconds, byte_seconds: float, most: int
 ) -> list[ValueOnHost]:
-    """The copy of a value; none if nothing would run while it is on the host."""
+    """Values that leave though the user has not asked for it, as their copies are hidden.
+
+    Args:
+        values: that may leave.
+        forward: the forward program.
+        backward: the backward program.
+        seconds: modelled, by stage and phase.
+        byte_seconds: in which the link carries a byte.
+        most: bytes; no more values leave once they have so many.
+    """
+
+    def timed(program: Program) -> list[tuple[str, float]]:
+        return [(call.name, seconds[call.stage, call.phase]) for call in program.calls]
+
+    starts = [_first_of_stage(backward.calls, place) for place in range(len(backward.calls))]
+    return hidden_copies(values, timed(forward), timed(backward), starts, byte_seconds, most)
+
+
+def _copies(value: MayLeave, forward: Sequence[StageModule], backward: Sequence[StageModule]) -> list[ValueOnHost]:
+    """The copy of a value that the user wants on the host; none if nothing would run while it is there."""
     there = {call.name: place for place, call in enumerate(forward)}
     back = {call.name: place for place, call in enumerate(backward)}
     freed = max([there[value.maker] + 1, *(there[reader] for reader in value.readers if reader in there)])
@@ -81,8 +125,8 @@ def _copies(
         return []
     return [
         ValueOnHost(
-            value=names[0],
-            name=names[1],
+            value=value.value,
+            name=value.name,
             freed=forward[freed].name,
             reloaded=backward[reloaded].name,
             back=backward[min(readers)].name,

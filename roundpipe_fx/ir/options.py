@@ -11,7 +11,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
-from roundpipe_fx.budget import parse_budget
+from roundpipe_fx.budget import parse_budget, parse_host_budget
 
 __all__ = ["Options", "RotorOptions", "StageCompiler", "meant", "names_checked"]
 
@@ -61,6 +61,8 @@ class Options:
             first step, unless ``recompute`` is given; on the CPU no limit.
         tiling: whether operations may be carried out in tiles, which rounds sums differently. ``None``: where a budget
             in bytes cannot be met otherwise. ``"auto"``: wherever it pays. ``"never"``.
+        host_budget: bytes of the host's memory that values of a model on a device may take, where that saves
+            recomputation; 0: none leave. ``None``: 80 % of what is available.
         cost: ``"roofline"``: modelled, always the same for the same graph. ``"measured"``: every distinct operation is
             timed on the device once and kept on disk.
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
@@ -75,6 +77,7 @@ class Options:
     recompute: str | None = None
     memory_budget: int | float | None = None
     tiling: str | None = None
+    host_budget: int | None = None
     cost: str = "roofline"
     stage_compiler: StageCompiler | None = None
     passes: Callable[[list[Any]], Sequence[Any]] | None = None
@@ -123,6 +126,7 @@ class Options:
             )
         if checked.get("tiling") == "auto" and checked.get("recompute") is not None:
             raise ValueError("tiling='auto' needs a budget to decide by: give memory_budget= instead of recompute=.")
+        checked["host_budget"] = parse_host_budget(checked.get("host_budget"))
         if checked.get("cost", "roofline") not in _COSTS:
             raise ValueError(f"cost={checked['cost']!r}: valid values are {_quoted(_COSTS)}.")
         compiler = checked.get("stage_compiler")

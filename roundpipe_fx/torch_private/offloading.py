@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Any
 
@@ -12,6 +13,7 @@ __all__ = ["offload_operators"]
 _MODULE = "torch._functorch._activation_offloading.offload_ops"
 
 
+@functools.cache
 def offload_operators() -> Any:
     """The operators ``ao::offload``, ``ao::reload`` and ``ao::wait_tensor``; ``None``: PyTorch has none, as torch 2.11.
 

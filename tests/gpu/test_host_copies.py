@@ -88,7 +88,7 @@ def test_values_that_a_policy_must_offload_are_on_the_host(options: dict[str, An
     expected = _steps(eager, eager, x)
     peaks = {}
     for policy in ("MUST_SAVE", "MUST_CPU_OFFLOAD"):
-        model, compiled = _compiled(policy, **options)
+        model, compiled = _compiled(policy, host_budget=0, **options)  # of what the policy does not say, nothing leaves
         found = _steps(compiled, model, x, again)
         assert all(map(torch.equal, found, expected))
         program = compiled.plan.sources()["program.py"]
@@ -222,3 +222,33 @@ def test_values_leave_whose_size_is_a_quotient() -> None:
         x = torch.randn(rows, WIDTH, device="cuda")
         assert all(map(torch.equal, _steps(compiled, model, x), _steps(eager, eager, x)))
         assert compiled.plan.sources()["program.py"].count("ao.offload") >= LAYERS - 2
+
+
+def test_values_leave_where_that_saves_recomputation() -> None:
+    """Nobody has asked for it: a budget is kept with less recomputation, and so is the least that can be met."""
+    torch.manual_seed(0)
+    eager, x = Selective(None).cuda(), torch.randn(ROWS, WIDTH, device="cuda")
+    expected = _steps(eager, eager, x)
+
+    def planned(budget: Any, **options: Any) -> tuple[Any, nn.Module, nn.Module]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Selective(None).cuda()
+        compiled = roundpipe_fx.compile(model, memory_budget=budget, tiling="never", dynamic=False, **options)
+        return compiled.trace(x), model, compiled
+
+    budget = planned(1.0)[0].peak_bytes * 6 // 10
+    without, *_ = planned(budget, host_budget=0)
+    plan, model, compiled = planned(budget)
+    assert without.recompute_seconds > plan.recompute_seconds and plan.on_host and not without.on_host
+    assert all(map(torch.equal, _steps(compiled, model, x, again=True), expected))
+    model.zero_grad()
+    with roundpipe_fx.measure_peak("cuda") as peak:
+        compiled(x).backward()
+    assert peak.bytes <= plan.peak_bytes <= budget
+    again, *_ = planned(budget)  # from the cache
+    assert again.on_host == plan.on_host and again.peak_bytes == plan.peak_bytes
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
+        planned(1)
+    plan, model, compiled = planned(refused.value.minimum)
+    assert all(map(torch.equal, _steps(compiled, model, x), expected))

@@ -1,0 +1,132 @@
+"""Hidden copies: values that leave for the host because the link has the time to take them there and back.
+
+A stage is computed while earlier ones' values are copied, in the order in which they are made; in the backward they
+come back in the order in which they are read. What has not left by the end of the forward, or would come back late,
+stays. So, by the modelled seconds, nothing waits for a copy, and the device has room for other values, which then are
+not recomputed. ::
+
+    device   F0      F1      F2      F3      B3      B2      B1      B0
+    link          └ of 0 ──┘└ of 1 ──┘              └ of 1 ──┘└ of 0 ──┘
+
+Values of the first stages leave first: they are away the longest, and one after another as many as are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from roundpipe_fx.ir.value_on_host import ValueOnHost
+
+__all__ = ["MayLeave", "hidden_copies"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MayLeave:
+    """A value that may be on the host between forward and backward.
+
+    Attributes:
+        value: name of the value in the graph.
+        name: in both programs.
+        bytes: number of bytes.
+        maker: name of the stage module of the forward that computes it.
+        readers: names of the stage modules that read it.
+    """
+
+    value: str
+    name: str
+    bytes: int
+    maker: str
+    readers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _LeavingValue:
+    """A value whose copy to the host is hidden.
+
+    Attributes:
+        value: it.
+        freed: number of the call of the forward during which the copy ends.
+        back: number of the call of the backward that reads it first.
+    """
+
+    value: MayLeave
+    freed: int
+    back: int
+
+
+def hidden_copies(
+    values: Sequence[MayLeave],
+    forward: Sequence[tuple[str, float]],
+    backward: Sequence[tuple[str, float]],
+    starts_of_stages: Sequence[int],
+    byte_seconds: float,
+    most: int,
+) -> list[ValueOnHost]:
+    """The values that leave, those first that are read first.
+
+    Args:
+        values: that may.
+        forward: name and seconds of each call.
+        backward: likewise.
+        starts_of_stages: for each call of the backward, the number of the first call of its stage.
+        byte_seconds: in which the link carries a byte.
+        most: bytes; no more values leave once they have so many.
+    """
+    away = _leaving(values, forward, {name: place for place, (name, _) in enumerate(backward)}, byte_seconds, most)
+    begins = [0.0, *accumulate(seconds for _, seconds in backward)]
+    link = begins[-1]
+    copies = []
+    for leaving in sorted(away, key=lambda one: -one.back):  # the last to come back first, from the end of the step
+        link = min(begins[leaving.back], link) - leaving.value.bytes * byte_seconds
+        if link < 0:
+            break  # all others are read earlier still
+        during = max(place for place in range(leaving.back) if begins[place] <= link)
+        reloaded = starts_of_stages[during]
+        if leaving.freed == len(forward) - 1 and reloaded == 0:
+            continue  # it would not be away while anything runs
+        copies.append(
+            ValueOnHost(
+                value=leaving.value.value,
+                name=leaving.value.name,
+                freed=forward[leaving.freed][0],
+                reloaded=backward[reloaded][0],
+                back=backward[leaving.back][0],
+            )
+        )
+    return copies[::-1]
+
+
+def _leaving(
+    values: Sequence[MayLeave],
+    forward: Sequence[tuple[str, float]],
+    backward: Mapping[str, int],
+    byte_seconds: float,
+    most: int,
+) -> list[_LeavingValue]:
+    """The values whose copies to the host end before the forward does."""
+    calls = {name: place for place, (name, _) in enumerate(forward)}
+    ends = [*accumulate(seconds for _, seconds in forward)]
+    by_maker: dict[int, list[MayLeave]] = {}
+    for value in values:
+        by_maker.setdefault(calls[value.maker], []).append(value)
+    link, left = 0.0, 0
+    away: list[_LeavingValue] = []
+    for maker, made in sorted(by_maker.items()):
+        group = []
+        for value in made:
+            if left < most and any(reader in backward for reader in value.readers):
+                group.append(value)
+                left += value.bytes
+        # Copies of one call's results follow each other in any order.
+        link = max(link, ends[maker]) + sum(value.bytes for value in group) * byte_seconds
+        over = next((place for place, end in enumerate(ends) if end >= link), None)
+        if over is None:
+            break
+        for value in group:
+            last = max([maker + 1, *(calls[reader] for reader in value.readers if reader in calls)])
+            back = min(backward[reader] for reader in value.readers if reader in backward)
+            if max(over, last) < len(forward) and back:
+                away.append(_LeavingValue(value, max(over, last), back))
+    return away
