@@ -31,7 +31,7 @@ import roundpipe_fx
 from benchmarks.models import llama_8b
 from benchmarks.side_by_side import build, cases, fresh, report
 from roundpipe_fx.api import compilation
-from roundpipe_fx.compiler import lower, operations
+from roundpipe_fx.compiler import operations, within_budget
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes import pipeline
 
@@ -66,7 +66,7 @@ def main() -> None:
     spent = _Spent()
     compilation.lower = spent.timed("lower", compilation.lower)
     operations.read_operations = spent.timed("planning", operations.read_operations)
-    lower.choose = spent.timed("planning", lower.choose)
+    within_budget.choose = spent.timed("planning", within_budget.choose)
     pipeline.mark_workspaces = spent.timed("planning", pipeline.mark_workspaces)
     operations.common_subexpressions = spent.timed("planning", operations.common_subexpressions)
     pipeline.eliminate_common_subexpressions = spent.timed("planning", pipeline.eliminate_common_subexpressions)

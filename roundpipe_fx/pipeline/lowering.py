@@ -33,13 +33,8 @@ from roundpipe_fx.analysis.cost import MeasuredCosts
 from roundpipe_fx.analysis.tiling import TileRegions
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.compiler.class_tiles import class_regions
-from roundpipe_fx.compiler.lower import (
-    SAVE_POLICIES,
-    asked_budget,
-    emit,
-    emit_by_policy,
-    prepare,
-)
+from roundpipe_fx.compiler.emit import emit, emit_by_policy
+from roundpipe_fx.compiler.lower import SAVE_POLICIES, asked_budget, prepare
 from roundpipe_fx.compiler.operations import least_bytes_of, summed, tiled
 from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.compiler.setting import Setting

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of, share_hint
 from roundpipe_fx.codegen import KnownModules
-from roundpipe_fx.compiler.lower import emit, emit_by_policy
+from roundpipe_fx.compiler.emit import emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.operations import operations_of
 from roundpipe_fx.pipeline.alternatives import chosen_among

@@ -18,7 +18,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.analysis.data_files import read_data, write_data
-from roundpipe_fx.compiler import lower
+from roundpipe_fx.compiler import within_budget
 from tests.comparison import Step, aot_eager_step, assert_bitwise, compiled_step
 from tests.golden_models import CheckpointedMLP, DropoutMLP, TiedTransformer, UNet
 from tests.hugging_face import gpt2, language_batch, llama, t5
@@ -37,13 +37,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Has an item for each search."""
     made: list[object] = []
-    search = lower.choose
+    search = within_budget.choose
 
     def choose(*args: Any, **kwargs: Any) -> Any:
         made.append(args)
         return search(*args, **kwargs)
 
-    monkeypatch.setattr(lower, "choose", choose)
+    monkeypatch.setattr(within_budget, "choose", choose)
     return made
 
 
@@ -112,12 +112,12 @@ def test_a_cached_plan_gives_the_same_programs_without_a_search(
 
 _OTHER_PROCESS = """
 import sys, torch, roundpipe_fx
-from roundpipe_fx.compiler import lower
+from roundpipe_fx.compiler import within_budget
 from tests.compiler.test_plan_cache import CASES, digest_of
 from tests.hugging_face import gpt2, language_batch
 torch.manual_seed(0)
-searched, search = [], lower.choose
-lower.choose = lambda *args, **kwargs: searched.append(1) or search(*args, **kwargs)
+searched, search = [], within_budget.choose
+within_budget.choose = lambda *args, **kwargs: searched.append(1) or search(*args, **kwargs)
 model = roundpipe_fx.compile(gpt2().train(), memory_budget=0.4, fullgraph=True)
 torch.manual_seed(0)
 model(**language_batch()).loss.backward()

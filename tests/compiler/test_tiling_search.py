@@ -15,7 +15,7 @@ from torch import nn
 import roundpipe_fx
 from benchmarks.lower_bound import lower_bound
 from roundpipe_fx.analysis.tiling import TileRegions
-from roundpipe_fx.compiler import lower, tiling
+from roundpipe_fx.compiler import lower, tiling, within_budget
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.passes import pipeline
 from roundpipe_fx.remat.least_bytes import LeastBytes, least_bytes
@@ -44,7 +44,7 @@ def test_a_budget_that_can_be_met_without_tiles_is(name: str, monkeypatch: pytes
     model, batch = make(), make_batch()
     budget = minimum(model, batch, tiling="never")
     torch._dynamo.reset()
-    monkeypatch.setattr(lower, "least_bytes", noted)
+    monkeypatch.setattr(within_budget, "least_bytes", noted)
     compiled = roundpipe_fx.compile(model, memory_budget=budget)
     compiled(**batch)
     assert bounds and not is_tiled(compiled) and compiled.plan.peak_bytes == budget
@@ -71,8 +71,10 @@ def _batch() -> dict[str, torch.Tensor]:
 
 def test_no_plan_is_searched_for_below_what_one_operation_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = []
-    choose = lower.choose
-    monkeypatch.setattr(lower, "choose", lambda *args, **kwargs: searched.append(args) or choose(*args, **kwargs))
+    choose = within_budget.choose
+    monkeypatch.setattr(
+        within_budget, "choose", lambda *args, **kwargs: searched.append(args) or choose(*args, **kwargs)
+    )
     model, batch = HeadAndMLP(), _batch()
     budget = minimum(model, batch, tiling="never") // 2  # the logits and their gradients are most of it
     searched.clear()
@@ -86,7 +88,7 @@ def test_a_refusal_searches_for_no_plan_twice(monkeypatch: pytest.MonkeyPatch) -
     """The lowest peak of a graph with some regions in tiles does not depend on the budget, nor that it can be met."""
     peaks: list[int] = []
     met: list[Any] = []
-    choose, within = lower.choose, lower._within
+    choose, within = within_budget.choose, lower.within
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         chosen = choose(*args, **kwargs)
@@ -94,8 +96,8 @@ def test_a_refusal_searches_for_no_plan_twice(monkeypatch: pytest.MonkeyPatch) -
             peaks.append(chosen.candidate.peak.bytes)
         return chosen
 
-    monkeypatch.setattr(lower, "choose", counted)
-    monkeypatch.setattr(lower, "_within", lambda *args, **kwargs: met.append(within(*args, **kwargs)) or met[-1])
+    monkeypatch.setattr(within_budget, "choose", counted)
+    monkeypatch.setattr(lower, "within", lambda *args, **kwargs: met.append(within(*args, **kwargs)) or met[-1])
     minimum(HeadAndMLP(), _batch())
     assert peaks and len(peaks) == len(set(peaks)) and not met
 

@@ -1,0 +1,143 @@
+"""Emission: what was decided is written into the graph, and stage modules and programs are emitted from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.cost.roofline import Roofline, roofline_of
+from roundpipe_fx.analysis.simulator import allocation_granularity
+from roundpipe_fx.codegen import (
+    KnownModules,
+    Program,
+    emit_backward_program,
+    emit_forward_program,
+    emit_stage_modules,
+)
+from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.compiler.overlap import Unfilled, modules_to_overlap
+from roundpipe_fx.compiler.plan_cache import Recalled
+from roundpipe_fx.compiler.run_passes import run_passes
+from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.compiler.values_on_host import hidden, host_copies, may_leave
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, tensor_values
+from roundpipe_fx.passes.entry import PassLevel
+from roundpipe_fx.remat.choose import Chosen
+from roundpipe_fx.remat.save_policy import SavePolicy, recompute_rest
+
+__all__ = ["device_of", "emit", "emit_by_policy", "full_of"]
+
+
+def emit_by_policy(
+    joint: JointGraph,
+    setting: Setting,
+    policy: SavePolicy,
+    *,
+    split: bool = False,
+    sums: bool = False,
+    known: KnownModules | None = None,
+) -> Lowered:
+    """Emit what a save policy asks for, with what starts early at no cost in memory.
+
+    Args:
+        joint: a training graph with stages; it is rewritten.
+        setting: what else there is to know.
+        policy: says what is saved.
+        split: see :func:`emit`.
+        sums: see :func:`emit`.
+        known: see :func:`emit`.
+    """
+    schedule = recompute_rest(joint, policy(joint))
+    return emit(joint, setting.knowing(schedule=schedule, early=True), split=split, sums=sums, known=known)
+
+
+def emit(
+    joint: JointGraph,
+    setting: Setting,
+    *,
+    chosen: Chosen | Recalled | None = None,
+    split: bool = False,
+    sums: bool = False,
+    known: KnownModules | None = None,
+) -> Lowered:
+    """Write what was decided into a graph, and emit stage modules and programs.
+
+    Args:
+        joint: a graph with stages; it is rewritten.
+        setting: what else there is to know; what is recomputed is in its context.
+        chosen: the plan, where one was chosen.
+        split: whether gradients of parameters are made in modules of their own.
+        sums: whether stage modules add gradients to those of earlier microbatches.
+        known: see :func:`roundpipe_fx.codegen.emit_stage_modules`; for plans that are only simulated.
+    """
+    training = setting.context.training
+    setting = setting.knowing(split=split, sums=sums)
+    joint = setting.run(joint, PassLevel.PLANNED)
+    seconds: dict[tuple[int, Phase], float] = {}
+    unfilled = Unfilled(full_of(setting))
+    recompute_seconds = 0.0
+    for node in joint.computed():
+        key = node.meta[Mark.STAGE], node.meta[Mark.PHASE]
+        seconds[key] = seconds.get(key, 0.0) + node.meta[Mark.SECONDS]
+        unfilled.add(key, node)
+        recompute_seconds += node.meta[Mark.SECONDS] if Mark.ORIGIN in node.meta else 0.0
+
+    def rewrite(graph: fx.Graph) -> fx.Graph:
+        return run_passes(graph, setting.passes, PassLevel.STAGE_MODULE, setting.context)
+
+    modules = emit_stage_modules(joint, rewrite, known)
+    forward = emit_forward_program(joint, modules)
+    backward = emit_backward_program(joint, modules) if training else None
+    tangents = joint.expected_tangents if setting.compiler == "eager" else joint.tangents
+    if backward is not None:
+        if setting.context.runs_programs and setting.device.type != "cpu":
+            granularity = allocation_granularity(setting.device)
+            where = joint, forward, backward, tangents, device_of(joint).type, granularity
+            copies = host_copies(*where)
+            if setting.sent:
+                byte_seconds = 1 / roofline_for(setting).host
+                copies = hidden(may_leave(*where), forward, backward, seconds, byte_seconds, setting.sent)
+            setting = setting.knowing(host_copies=copies)
+        away = {copy.value for copy in setting.context.host_copies}
+        # The copy back of a value is waited for on the main stream alone.
+        reading = {call.name for call in backward.calls if any(node.name in away for node in call.inputs)}
+        overlapped = modules_to_overlap(joint, backward, unfilled) - reading
+        _rewrite_program(backward, setting, overlapped)
+    _rewrite_program(forward, setting)
+    return Lowered(
+        joint=joint,
+        setting=setting,
+        chosen=chosen,
+        modules=modules,
+        forward=forward,
+        backward=backward,
+        seconds=seconds,
+        recompute_seconds=recompute_seconds,
+        tangents=tangents,
+    )
+
+
+def _rewrite_program(program: Program, setting: Setting, overlapped: Collection[str] = ()) -> None:
+    context = dataclasses.replace(setting.context, program=program.name, overlapped=overlapped)
+    run_passes(program.module.graph, setting.passes, PassLevel.PROGRAM, context)
+
+
+def full_of(setting: Setting) -> int:
+    """Elements of a result from which on a kernel fills the device."""
+    return roofline_for(setting).full
+
+
+def roofline_for(setting: Setting) -> Roofline:
+    return roofline_of(setting.device, setting.options.device_name)
+
+
+def device_of(joint: JointGraph) -> torch.device:
+    """The device that the work runs on: the first accelerator among the graph's values, else the CPU."""
+    for node in joint.graph.nodes:
+        for value in tensor_values(node):
+            if value.device.type not in ("cpu", "meta"):
+                return value.device
+    return torch.device("cpu")

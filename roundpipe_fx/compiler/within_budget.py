@@ -1,0 +1,209 @@
+"""Planning within a budget: the plan that recomputes least of those whose emitted programs stay within it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.compiler.emit import emit, full_of
+from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.compiler.operations import operations_of, with_gradients, without_common_subexpressions
+from roundpipe_fx.compiler.overlap import stages_to_overlap
+from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.compiler.tiling import Needs, UnmetError
+from roundpipe_fx.compiler.values_on_host import wants_host
+from roundpipe_fx.compiler.with_host import has_host, host_room, least_recomputed
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.passes.entry import PassLevel
+from roundpipe_fx.remat.choose import Chosen, choices, choose
+from roundpipe_fx.remat.early import early_within
+from roundpipe_fx.remat.follow_sequence import fit_sequence
+from roundpipe_fx.remat.least_bytes import least_bytes
+from roundpipe_fx.remat.schedule import remat_schedule
+from roundpipe_fx.remat.search import Candidate
+
+__all__ = ["within"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CutGraph:
+    """A graph that is cut into stages, for which plans are made.
+
+    Attributes:
+        joint: the graph.
+        shared: the same with equal values shared; ``None``: there are none.
+        operations: of the graph.
+        whole: of ``shared``.
+        setting: what else there is to know.
+    """
+
+    joint: JointGraph
+    shared: JointGraph | None
+    operations: OperationGraph
+    whole: OperationGraph | None
+    setting: Setting
+
+    @classmethod
+    def of(cls, joint: JointGraph, setting: Setting) -> _CutGraph:
+        """That of a graph with segments."""
+        step = with_gradients(setting.step, joint)
+        shared = without_common_subexpressions(joint, setting) if setting.options.rotor is None else None
+        joint = setting.run(joint, PassLevel.STAGED)
+        operations = dataclasses.replace(operations_of(joint, setting), step=step)
+        whole = None if shared is None else dataclasses.replace(operations_of(shared, setting), step=step)
+        return cls(joint=joint, shared=shared, operations=operations, whole=whole, setting=setting)
+
+    @functools.cached_property
+    def beside(self) -> Any:
+        """What the early part of recomputations may run beside."""
+        return stages_to_overlap(self.joint, full_of(self.setting))
+
+    def emitted(self, chosen: Chosen, sent: int = 0) -> Lowered:
+        """Emitted as chosen. Programs may need a little more than was planned: then nothing is early.
+
+        Args:
+            chosen: the plan.
+            sent: bytes of values that leave for the host, if as many have the time.
+        """
+        followed, schedule = chosen.followed, chosen.candidate.schedule
+        early = early_within(followed, schedule, self.beside)
+        setting = dataclasses.replace(self.setting, sent=sent)
+        for tried in (schedule,) if early is schedule else (early, schedule):
+            copy = (self.joint if followed is not self.whole or self.shared is None else self.shared).copy()
+            remat = remat_schedule(followed, tried).on(copy.graph)
+            lowered = emit(copy, setting.knowing(schedule=remat), chosen=chosen)
+            if lowered.peak.bytes <= chosen.limit:
+                break
+        return lowered
+
+
+def within(joint: JointGraph, setting: Setting, budget: int | float, limit: int | None) -> Lowered:
+    """Plan for a budget, with values on the host where that saves recomputation, or where no plan fits without it.
+
+    Args:
+        joint: a graph with segments.
+        setting: what else there is to know.
+        budget: bytes or a share.
+        limit: where one operation alone needs more bytes, no plan is searched for; ``None``: one always is.
+
+    Raises:
+        UnmetError: no plan stays within it.
+    """
+    graph = _CutGraph.of(joint, setting)
+    options, operations = setting.options, graph.operations
+    runs = setting.context.runs_programs
+    wanted = runs and wants_host(graph.joint, setting.device.type)
+    if limit is not None and options.rotor is None and not wanted:
+        least = least_bytes(operations)
+        if least.bytes > limit:
+            raise UnmetError(Needs(bytes=least.bytes, operation=least.operation, live=least.live))
+    if wanted and isinstance(budget, int) and options.rotor is None:
+        return _first_within(_some_of(choices(operations, budget, setting.share, graph.whole)), graph.emitted)
+    without: Lowered | UnmetError
+    try:
+        without = _without_host(graph, budget)
+    except UnmetError as error:
+        without = error
+    room = host_room(options.host_budget, on_paper=options.device_name is not None)
+    several = options.rotor is not None or setting.step is not None
+    if runs and room and not wanted and not several and has_host(setting.device):
+        on_host = _with_host(graph, without, room)
+        if on_host is not None:
+            return on_host
+    if isinstance(without, UnmetError):
+        raise without
+    return without
+
+
+def _with_host(graph: _CutGraph, without: Lowered | UnmetError, room: int) -> Lowered | None:
+    """A plan that recomputes less than one without values on the host, or fits where none does without.
+
+    Args:
+        graph: for which plans are made.
+        without: the plan without values on the host, or what it needs at the least.
+        room: bytes of values that may be on the host.
+
+    Raises:
+        UnmetError: no plan fits, and with values on the host less is needed than without.
+    """
+    chosen = without.chosen
+    assert isinstance(chosen, Chosen)
+    plans = choices(graph.operations, chosen.limit, 1.0, graph.whole)
+    if isinstance(without, Lowered):
+        plans = [plan for plan in plans if plan.candidate.seconds < chosen.candidate.seconds]
+    if not plans:
+        return None
+    lowered, place = least_recomputed(plans, graph.emitted, room)
+    if lowered.peak.bytes <= chosen.limit:
+        return lowered
+    if isinstance(without, UnmetError) and lowered.peak.bytes < without.needs.bytes:
+        raise UnmetError(Needs.of_plan(plans[place], lowered.peak.bytes), plans[place])
+    return None
+
+
+def _without_host(graph: _CutGraph, budget: int | float) -> Lowered:
+    """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used.
+
+    Args:
+        graph: for which plans are made.
+        budget: bytes or a share.
+
+    Raises:
+        UnmetError: no plan stays within it.
+    """
+    setting, operations = graph.setting, graph.operations
+    rotor = setting.options.rotor
+    margin = 0
+    emitted: list[tuple[Candidate, int]] = []
+    while True:
+        if rotor is None:
+            chosen = choose(operations, budget, setting.share, margin, graph.whole, emitted)
+        else:
+            limit = int(rotor.limit * setting.share)
+            fitted = fit_sequence(operations, limit - margin, rotor.slots, rotor.algo, rotor.loss_temporary)
+            frontier = ((fitted.candidate.peak.bytes, fitted.candidate.seconds),)
+            chosen = Chosen(
+                candidate=fitted.candidate, limit=limit, graph=operations, frontier=frontier, followed=operations
+            )
+        lowered = graph.emitted(chosen)
+        excess = lowered.peak.bytes - chosen.limit
+        if excess <= 0:
+            return lowered
+        if not chosen.fits:
+            raise UnmetError(Needs.of_plan(chosen, lowered.peak.bytes), chosen)
+        emitted.append((chosen.candidate, lowered.peak.bytes))
+        log.info("the programs exceed the budget by %d bytes more than was planned; replanning", excess)
+        margin += excess
+
+
+_EMITTED = 24
+"""Plans that are emitted at most, where it is known only then what they need."""
+
+
+def _some_of(plans: Sequence[Chosen]) -> list[Chosen]:
+    """The first, the last, and some between them."""
+    last = len(plans) - 1
+    return [plans[place] for place in sorted({round(last * part / (_EMITTED - 1)) for part in range(_EMITTED)})]
+
+
+def _first_within(plans: Sequence[Chosen], lowered_by: Callable[[Chosen], Lowered]) -> Lowered:
+    """The first of some plans whose programs stay within the limit.
+
+    Raises:
+        UnmetError: none does; with the one that needs least.
+    """
+    needs: list[tuple[int, Chosen]] = []
+    for chosen in plans:
+        lowered = lowered_by(chosen)
+        if lowered.peak.bytes <= chosen.limit:
+            return lowered
+        needs.append((lowered.peak.bytes, chosen))
+    least, chosen = min(needs, key=lambda need: need[0])
+    raise UnmetError(Needs.of_plan(chosen, least), chosen)
