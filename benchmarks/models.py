@@ -114,6 +114,11 @@ def llama_8b(attention: str = "sdpa") -> nn.Module:
     return _llama_3(attention, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
 
 
+def llama_1b() -> nn.Module:
+    """A Llama 3.2 of 1B parameters in bfloat16, on the meta device."""
+    return _llama_3("sdpa", hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32)
+
+
 def llama_70b() -> nn.Module:
     """A Llama 3 of 70B parameters in bfloat16, on the meta device."""
     return _llama_3("sdpa", hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)

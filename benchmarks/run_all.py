@@ -22,6 +22,7 @@ BENCHMARKS = (
     "published_parallel",
     "offloaded",
     "published_kernels",
+    "host_tier",
     "host_optimizer",
     "processes",
     "growth",

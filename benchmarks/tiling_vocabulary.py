@@ -74,10 +74,10 @@ def at_least(model: nn.Module, batch: dict[str, Any]) -> tuple[int, float]:
     """The least budget that can be met, in bytes, and modelled seconds of the step there."""
     torch._dynamo.reset()
     try:
-        plan = roundpipe_fx.plan(model, **batch, device=_DEVICE, memory_budget=1)
+        plan = roundpipe_fx.plan(model, **batch, device=_DEVICE, host_budget=0, memory_budget=1)
     except roundpipe_fx.InfeasibleBudgetError as error:
         torch._dynamo.reset()
-        plan = roundpipe_fx.plan(model, **batch, device=_DEVICE, memory_budget=error.minimum)
+        plan = roundpipe_fx.plan(model, **batch, device=_DEVICE, host_budget=0, memory_budget=error.minimum)
     assert plan.budget is not None
     stages = plan.stages
     seconds = sum(one.forward_seconds + one.recompute_seconds + one.backward_seconds for one in stages)

@@ -54,6 +54,9 @@ def marks_as_data(
             if key not in _PLAIN:
                 return None
             columns[key] = [str(value) if key == Mark.PHASE else value for value in values]
+    # The plan may be of the same segments in other stages.
+    of_segment = {segment: c.index for c in cuts for segment in range(c.first, c.last + 1)}
+    columns[Mark.STAGE] = [of_segment[segment] for segment in columns[Mark.SEGMENT]]
     return [
         columns,
         [[*dataclasses.astuple(segment)] for segment in segments],

@@ -218,7 +218,7 @@ def _tiling_steps(setting: Setting) -> TilingSteps:
         tiled=lambda joint, tiles: tiled(joint, tiles, setting),
         by_class=lambda joint: class_regions(joint, setting.costs),
         by_segment=lambda joint, regions, limit: tilings_by_segment(joint, regions, limit, setting),
-        planned=lambda joint, budget, limit: within(cut(joint, setting), setting, budget, limit),
+        planned=lambda joint, budget, limit: within(joint, setting, budget, limit),
         share=setting.share,
     )
 

@@ -18,13 +18,15 @@ from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.torch_private import offload_operators
 
-__all__ = ["SentEmitter", "has_host", "host_room", "least_recomputed"]
+__all__ = ["SentEmitter", "has_host", "host_room", "least_recomputed", "stage_starts"]
 
 SentEmitter = Callable[[Chosen, int], Lowered]
 """Emits a plan with so many bytes of values on the host, if as many have the time to leave."""
 
 _SHARE = 0.8
 """Of the memory that the host has available, if no ``host_budget`` is given."""
+_STAGES = 64
+"""At most: each takes a call."""
 _ROUNDED = 2
 """PyTorch's pinned memory has sizes that are powers of two: up to so many times what is asked for."""
 
@@ -45,6 +47,11 @@ def host_room(host_budget: int | None, on_paper: bool) -> int:
         return torch.iinfo(torch.int64).max
     budget = int(_SHARE * psutil.virtual_memory().available) if host_budget is None else host_budget
     return budget // _ROUNDED
+
+
+def stage_starts(segments: int) -> list[int]:
+    """The first segment of each stage, so that copies find where to begin and to end: one a stage, or a few."""
+    return [*range(0, segments, -(-segments // _STAGES))]
 
 
 def least_recomputed(plans: Sequence[Chosen], emitted: SentEmitter, room: int) -> tuple[Lowered, int]:

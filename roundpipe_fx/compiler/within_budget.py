@@ -12,12 +12,12 @@ from typing import Any
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.compiler.emit import emit, full_of
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations import operations_of, with_gradients, without_common_subexpressions
+from roundpipe_fx.compiler.operations import cut, operations_of, uncut, with_gradients, without_common_subexpressions
 from roundpipe_fx.compiler.overlap import stages_to_overlap
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.tiling import Needs, UnmetError
 from roundpipe_fx.compiler.values_on_host import wants_host
-from roundpipe_fx.compiler.with_host import has_host, host_room, least_recomputed
+from roundpipe_fx.compiler.with_host import has_host, host_room, least_recomputed, stage_starts
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.remat.choose import Chosen, choices, choose
@@ -88,7 +88,7 @@ def within(joint: JointGraph, setting: Setting, budget: int | float, limit: int 
     """Plan for a budget, with values on the host where that saves recomputation, or where no plan fits without it.
 
     Args:
-        joint: a graph with segments.
+        joint: an annotated graph, which is not cut.
         setting: what else there is to know.
         budget: bytes or a share.
         limit: where one operation alone needs more bytes, no plan is searched for; ``None``: one always is.
@@ -96,10 +96,15 @@ def within(joint: JointGraph, setting: Setting, budget: int | float, limit: int 
     Raises:
         UnmetError: no plan stays within it.
     """
-    graph = _CutGraph.of(joint, setting)
-    options, operations = setting.options, graph.operations
-    runs = setting.context.runs_programs
-    wanted = runs and wants_host(graph.joint, setting.device.type)
+    options, runs = setting.options, setting.context.runs_programs
+    wanted = runs and wants_host(joint, setting.device.type)
+    room = host_room(options.host_budget, on_paper=options.device_name is not None)
+    several = options.rotor is not None or setting.step is not None
+    on_host = None
+    if runs and room and not wanted and not several and has_host(setting.device):
+        on_host = uncut(joint)
+    graph = _CutGraph.of(cut(joint, setting), setting)
+    operations = graph.operations
     if limit is not None and options.rotor is None and not wanted:
         least = least_bytes(operations)
         if least.bytes > limit:
@@ -111,23 +116,22 @@ def within(joint: JointGraph, setting: Setting, budget: int | float, limit: int 
         without = _without_host(graph, budget)
     except UnmetError as error:
         without = error
-    room = host_room(options.host_budget, on_paper=options.device_name is not None)
-    several = options.rotor is not None or setting.step is not None
-    if runs and room and not wanted and not several and has_host(setting.device):
-        on_host = _with_host(graph, without, room)
-        if on_host is not None:
-            return on_host
+    if on_host is not None and (isinstance(without, UnmetError) or without.recompute_seconds):
+        found = _with_host(on_host, graph, without, room)
+        if found is not None:
+            return found
     if isinstance(without, UnmetError):
         raise without
     return without
 
 
-def _with_host(graph: _CutGraph, without: Lowered | UnmetError, room: int) -> Lowered | None:
+def _with_host(joint: JointGraph, graph: _CutGraph, without: Lowered | UnmetError, room: int) -> Lowered | None:
     """A plan that recomputes less than one without values on the host, or fits where none does without.
 
     Args:
-        graph: for which plans are made.
-        without: the plan without values on the host, or what it needs at the least.
+        joint: the graph, which is not cut.
+        graph: the same, cut, for which the plan without was made.
+        without: that plan, or what it needs at the least.
         room: bytes of values that may be on the host.
 
     Raises:
@@ -135,6 +139,10 @@ def _with_host(graph: _CutGraph, without: Lowered | UnmetError, room: int) -> Lo
     """
     chosen = without.chosen
     assert isinstance(chosen, Chosen)
+    if graph.setting.options.stages == "auto":
+        # Copies begin and end between stages, and a heavy one, as a loss head, would have all others be as heavy.
+        fine = graph.setting.knowing(stage_starts=stage_starts(len(graph.joint.segments)))
+        graph = _CutGraph.of(cut(joint, fine), fine)
     plans = choices(graph.operations, chosen.limit, 1.0, graph.whole)
     if isinstance(without, Lowered):
         plans = [plan for plan in plans if plan.candidate.seconds < chosen.candidate.seconds]

@@ -1,0 +1,68 @@
+"""Values of models on a GPU that leave for the host: what is recomputed within a budget, with the host and without it.
+
+python -m benchmarks.host_tier
+
+Planned for GPUs that need not be present, with the models' weights on them, and tokens in rows of 4,096.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+import roundpipe_fx
+from benchmarks.models import llama_1b, llama_8b
+from benchmarks.side_by_side import fresh, report
+
+_CASES = (
+    ("Llama 3.2 1B", "RTX 4090", 4),
+    ("Llama 3.2 1B", "RTX 4090", 8),
+    ("Llama 3.2 1B", "H100", 16),
+    ("Llama 3.1 8B", "H100", 4),
+    ("Llama 3.1 8B", "H100", 8),
+    ("Llama 3.1 8B", "H100", 16),
+)
+"""Model, device, and rows."""
+_MODELS = {"Llama 3.2 1B": llama_1b, "Llama 3.1 8B": llama_8b}
+
+
+def main() -> None:
+    rows = [planned(*case) for case in fresh(_CASES)]
+    report("host_tier", "recomputation within what the device has beside the weights", rows)
+
+
+def planned(name: str, device: str, count: int) -> dict[str, Any]:
+    """One model, without the host and with it."""
+    model = _MODELS[name]()
+    tokens = torch.empty(count, 4096, dtype=torch.long, device="meta")
+    plans, seconds = [], []
+    for room in (0, None):
+        torch._dynamo.reset()
+        start = time.process_time()
+        plans.append(roundpipe_fx.plan(model, device=device, host_budget=room, input_ids=tokens, labels=tokens))
+        seconds.append(time.process_time() - start)
+    without, with_host = plans
+    steps = [
+        sum(stage.forward_seconds + stage.recompute_seconds + stage.backward_seconds for stage in plan.stages)
+        for plan in plans
+    ]
+    return {
+        "model": name,
+        "device": device,
+        "rows": count,
+        "budget GiB": round(without.budget / 2**30, 1),
+        "recomputed s": round(without.recompute_seconds, 3),
+        "with the host s": round(with_host.recompute_seconds, 3),
+        "on the host GiB": round(with_host.host_bytes / 2**30, 1),
+        "step s": round(steps[0], 3),
+        "with the host": round(steps[1], 3),
+        "ratio": round(steps[1] / steps[0], 3),
+        "CPU s to plan": round(seconds[0], 1),
+        "with the host, CPU s": round(seconds[1], 1),
+    }
+
+
+if __name__ == "__main__":
+    main()
