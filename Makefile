@@ -1,4 +1,5 @@
-# Two commands on a fresh machine with Python >= 3.11 and make: `make demo` and `make test`. CI runs `make test-all`.
+# Two commands on a fresh machine with Python >= 3.11 and make: `make demo` and `make test`. CI runs `make test-all` and
+# `make emulated`.
 
 PYTHON ?= python3
 VENV := .venv
