@@ -98,7 +98,7 @@ def verify_graph(graph: fx.Graph, name: str) -> None:
             raise _error(name, node, "another node has its name")
         seen.add(node)
         names.add(node.name)
-    if graph.output_node() is not next(reversed(graph.nodes)):
+    if graph.output_node() is not next(iter(reversed(graph.nodes))):
         raise _error(name, graph.output_node(), "the output is not the last node")
 
 
