@@ -292,6 +292,7 @@ def _to_cache(lowered: Lowered, marks: Any) -> CachedPlan:
         peak=lowered.peak.bytes,
         frontier=chosen.frontier,
         sent=lowered.setting.sent,
+        room=lowered.setting.room,
         shared=chosen.followed is not chosen.graph,
         schedule=schedule_as_data(schedule),
         marks=marks,
@@ -322,7 +323,7 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
         return operations_of(setting.run(joint, PassLevel.STAGED), setting)
 
     recalled = Recalled(cached.limit, cached.frontier, operations)
-    looking = dataclasses.replace(_looking_in_tiles(joint, setting), sent=cached.sent)
+    looking = dataclasses.replace(_looking_in_tiles(joint, setting), sent=cached.sent, room=cached.room)
     lowered = emit(copy, looking.knowing(schedule=schedule), chosen=recalled)
     if lowered.peak.bytes != cached.peak:
         raise ValueError(f"its programs peak at {lowered.peak.bytes} bytes, not {cached.peak}")
@@ -433,6 +434,7 @@ def _with_host(graph: _CutGraph, without: Lowered | UnmetError, room: int) -> Lo
     """
     chosen = without.chosen
     assert isinstance(chosen, Chosen)
+    graph = dataclasses.replace(graph, setting=dataclasses.replace(graph.setting, room=room))
     plans = choices(graph.operations, chosen.limit, 1.0, graph.whole)
     if isinstance(without, Lowered):
         plans = [plan for plan in plans if plan.candidate.seconds < chosen.candidate.seconds]
@@ -552,7 +554,8 @@ def emit(
             copies = host_copies(*where)
             if setting.sent:
                 byte_seconds = 1 / _roofline(setting).host
-                copies = hidden(may_leave(*where), forward, backward, seconds, byte_seconds, setting.sent)
+                least, most = setting.sent, setting.room
+                copies = hidden(may_leave(*where), forward, backward, seconds, byte_seconds, least, most)
             setting = setting.knowing(host_copies=copies)
         away = {copy.value for copy in setting.context.host_copies}
         # The copy back of a value is waited for on the main stream alone.

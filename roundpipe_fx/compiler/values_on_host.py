@@ -91,7 +91,13 @@ def may_leave(
 
 
 def hidden(
-    values: Sequence[MayLeave], forward: Program, backward: Program, seconds: Seconds, byte_seconds: float, most: int
+    values: Sequence[MayLeave],
+    forward: Program,
+    backward: Program,
+    seconds: Seconds,
+    byte_seconds: float,
+    enough: int,
+    room: int,
 ) -> list[ValueOnHost]:
     """Values that leave though the user has not asked for it, as their copies are hidden.
 
@@ -101,14 +107,15 @@ def hidden(
         backward: the backward program.
         seconds: modelled, by stage and phase.
         byte_seconds: in which the link carries a byte.
-        most: bytes; no more values leave once they have so many.
+        enough: bytes; no more values leave once they have so many.
+        room: bytes that they have at most.
     """
 
     def timed(program: Program) -> list[tuple[str, float]]:
         return [(call.name, seconds[call.stage, call.phase]) for call in program.calls]
 
     starts = [_first_of_stage(backward.calls, place) for place in range(len(backward.calls))]
-    return hidden_copies(values, timed(forward), timed(backward), starts, byte_seconds, most)
+    return hidden_copies(values, timed(forward), timed(backward), starts, byte_seconds, enough, room)
 
 
 def _copies(value: MayLeave, forward: Sequence[StageModule], backward: Sequence[StageModule]) -> list[ValueOnHost]:

@@ -92,6 +92,7 @@ def test_less_is_recomputed_where_values_leave(llama: nn.Module) -> None:
     assert "and on the host" in str(with_host)
     little = _planned(llama, budget, host_budget=with_host.host_bytes)
     assert 0 < little.host_bytes <= with_host.host_bytes // 2
+    assert not _planned(llama, budget, host_budget=2).on_host  # no value is so small
     assert with_host.recompute_seconds < little.recompute_seconds < without.recompute_seconds
 
 

@@ -246,6 +246,7 @@ def test_values_leave_where_that_saves_recomputation() -> None:
     with roundpipe_fx.measure_peak("cuda") as peak:
         compiled(x).backward()
     assert peak.bytes <= plan.peak_bytes <= budget
+    assert not planned(budget, host_budget=2)[0].on_host  # every value is larger
     again, *_ = planned(budget)  # from the cache
     assert again.on_host == plan.on_host and again.peak_bytes == plan.peak_bytes
     with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
