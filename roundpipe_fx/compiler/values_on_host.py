@@ -161,9 +161,10 @@ def wants_host(joint: JointGraph, device: str) -> bool:
 def _comes_back_alike(value: torch.Tensor) -> bool:
     """Whether a copy has the strides of a value: those of a symbolic size are not given to the operators.
 
-    Nor may it be empty: the operators know a copy by its address.
+    Nor may it be empty: the operators know a copy by its address. Nor a single number, with which nothing is gained:
+    that of memory-efficient attention's seed is on the host already, whatever its fake kernel says.
     """
-    if value.numel() == 0:
+    if value.numel() == 0 or value.dim() == 0:
         return False
     if all(type(size) is int for size in (*value.shape, *value.stride())):
         alike = torch.empty_strided(value.shape, value.stride(), device="meta")
