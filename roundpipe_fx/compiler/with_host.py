@@ -2,7 +2,7 @@
 
 Plans are made as if there was no host. If the one that fits recomputes, those that recompute less are emitted with as
 many values on the host as can be taken there and back beside the work (:mod:`roundpipe_fx.compiler.hidden_copies`), and
-the one that recomputes least of those that fit then is taken, with no more values on the host than it needs. Likewise
+the one that recomputes least of those that fit then is taken, with fewer values on the host if these suffice. Likewise
 if none fits without the host. What plans need falls from one to the next, so few are emitted: they are bisected.
 """
 
@@ -25,6 +25,9 @@ SentEmitter = Callable[[Chosen, int], Lowered]
 
 _SHARE = 0.8
 """Of the memory that the host has available, if no ``host_budget`` is given."""
+_PARTS = (8, 4, 2)
+"""Of a plan's peak, such a part is sent if that suffices. What is tried must not depend on the budget: the first that
+suffices has then no lower peak than what is taken for a smaller budget."""
 _ROUNDED = 2
 """PyTorch's pinned memory has sizes that are powers of two: up to so many times what is asked for."""
 
@@ -68,9 +71,9 @@ def least_recomputed(plans: Sequence[Chosen], emitted: SentEmitter, room: int) -
     if place == len(plans):
         return known[place - 1], place - 1
     chosen = plans[place]
-    excess = chosen.candidate.peak.bytes - chosen.limit
-    for sent in (excess, 2 * excess):  # at the peak, not all that leaves is away
-        if 0 < sent < room:
+    for part in _PARTS:
+        sent = chosen.candidate.peak.bytes // part
+        if sent < room:
             lowered = emitted(chosen, sent)
             if lowered.peak.bytes <= chosen.limit:
                 return lowered, place
