@@ -99,7 +99,8 @@ def emit(
             copies = host_copies(*where)
             if setting.sent:
                 byte_seconds = 1 / roofline_for(setting).host
-                copies = hidden(may_leave(*where), forward, backward, seconds, byte_seconds, setting.sent)
+                least, most = setting.sent, setting.room
+                copies = hidden(may_leave(*where), forward, backward, seconds, byte_seconds, least, most)
             setting = setting.knowing(host_copies=copies)
         away = {copy.value for copy in setting.context.host_copies}
         # The copy back of a value is waited for on the main stream alone.

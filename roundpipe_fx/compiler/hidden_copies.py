@@ -62,7 +62,8 @@ def hidden_copies(
     backward: Sequence[tuple[str, float]],
     starts_of_stages: Sequence[int],
     byte_seconds: float,
-    most: int,
+    enough: int,
+    room: int,
 ) -> list[ValueOnHost]:
     """The values that leave, those first that are read first.
 
@@ -72,9 +73,11 @@ def hidden_copies(
         backward: likewise.
         starts_of_stages: for each call of the backward, the number of the first call of its stage.
         byte_seconds: in which the link carries a byte.
-        most: bytes; no more values leave once they have so many.
+        enough: bytes; no more values leave once they have so many.
+        room: bytes that they have at most.
     """
-    away = _leaving(values, forward, {name: place for place, (name, _) in enumerate(backward)}, byte_seconds, most)
+    places = {name: place for place, (name, _) in enumerate(backward)}
+    away = _leaving(values, forward, places, byte_seconds, enough, room)
     begins = [0.0, *accumulate(seconds for _, seconds in backward)]
     link = begins[-1]
     copies = []
@@ -103,7 +106,8 @@ def _leaving(
     forward: Sequence[tuple[str, float]],
     backward: Mapping[str, int],
     byte_seconds: float,
-    most: int,
+    enough: int,
+    room: int,
 ) -> list[_LeavingValue]:
     """The values whose copies to the host end before the forward does."""
     calls = {name: place for place, (name, _) in enumerate(forward)}
@@ -116,7 +120,8 @@ def _leaving(
     for maker, made in sorted(by_maker.items()):
         group = []
         for value in made:
-            if left < most and any(reader in backward for reader in value.readers):
+            fits = left < enough and left + value.bytes <= room
+            if fits and any(reader in backward for reader in value.readers):
                 group.append(value)
                 left += value.bytes
         # Copies of one call's results follow each other in any order.

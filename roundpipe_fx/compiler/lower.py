@@ -33,6 +33,7 @@ from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.tiled_frontier import plans_in_tiles
 from roundpipe_fx.compiler.tiling import TilingSteps, plan_with_tiles
+from roundpipe_fx.compiler.with_host import host_room
 from roundpipe_fx.compiler.within_budget import within
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.options import Options
@@ -248,6 +249,7 @@ def _to_cache(lowered: Lowered, marks: Any) -> CachedPlan:
         peak=lowered.peak.bytes,
         frontier=chosen.frontier,
         sent=lowered.setting.sent,
+        room=lowered.setting.room,
         shared=chosen.followed is not chosen.graph,
         schedule=schedule_as_data(schedule),
         marks=marks,
@@ -278,7 +280,8 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
         return operations_of(setting.run(joint, PassLevel.STAGED), setting)
 
     recalled = Recalled(cached.limit, cached.frontier, operations)
-    looking = dataclasses.replace(_looking_in_tiles(joint, setting), sent=cached.sent)
+    room = min(cached.room, host_room(setting.options.host_budget, on_paper=setting.options.device_name is not None))
+    looking = dataclasses.replace(_looking_in_tiles(joint, setting), sent=cached.sent, room=room)
     lowered = emit(copy, looking.knowing(schedule=schedule), chosen=recalled)
     if lowered.peak.bytes != cached.peak:
         raise ValueError(f"its programs peak at {lowered.peak.bytes} bytes, not {cached.peak}")

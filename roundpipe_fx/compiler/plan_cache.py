@@ -36,7 +36,7 @@ __all__ = ["CachedPlan", "PlanFile", "Recalled", "plan_file"]
 
 log = logging.getLogger(__name__)
 
-_FORMAT = "roundpipe_fx plan 2"
+_FORMAT = "roundpipe_fx plan 3"
 _MOST_FILES = 1000
 _ADDRESS = " at 0x"
 """In the text of an object that has no other."""
@@ -50,7 +50,8 @@ class CachedPlan:
         limit: the budget in bytes.
         peak: simulated, of the emitted programs.
         frontier: (peak bytes, modelled seconds of recomputation) of all candidates, highest peak first.
-        sent: bytes of values that leave for the host, if their copies are hidden.
+        sent: bytes of values that leave for the host, if their copies are hidden; the last of them may exceed it.
+        room: bytes that all these values have at most.
         shared: whether the schedule is for the graph after common subexpressions were eliminated.
         schedule: as data: see :mod:`roundpipe_fx.compiler.schedule_data`.
         marks: as data: see :mod:`roundpipe_fx.compiler.cached_marks`.
@@ -60,6 +61,7 @@ class CachedPlan:
     peak: int
     frontier: tuple[tuple[int, float], ...]
     sent: int
+    room: int
     shared: bool
     schedule: Any
     marks: Any
@@ -95,6 +97,7 @@ class PlanFile:
                 peak=_number(data["peak"]),
                 frontier=tuple((_number(size), _seconds(seconds)) for size, seconds in data["frontier"]),
                 sent=_number(data["sent"]),
+                room=_number(data["room"]),
                 shared=data["shared"] is True,
                 schedule=data["schedule"],
                 marks=data["marks"],
@@ -119,6 +122,7 @@ class PlanFile:
             "peak": plan.peak,
             "frontier": plan.frontier,
             "sent": plan.sent,
+            "room": plan.room,
             "shared": plan.shared,
             "schedule": plan.schedule,
             "marks": plan.marks,

@@ -30,7 +30,9 @@ class Setting:
         share: of the budget that may be used.
         beyond_plan: bytes that compiled stages are assumed to hold beyond what the graph says.
         step: what the step holds besides this call, if it makes several.
-        sent: bytes of values that leave for the host though the user has not asked for it, if their copies are hidden.
+        sent: bytes of values that leave for the host though the user has not asked for it, if their copies are hidden;
+            the last of them may exceed it.
+        room: bytes that all these values have at most.
         read_in_tiles: gives what plans in tiles reach; ``None``: there are none.
     """
 
@@ -40,6 +42,7 @@ class Setting:
     beyond_plan: int = 0
     step: StepNeeds | None = None
     sent: int = 0
+    room: int = 0
     read_in_tiles: Callable[[], PlansInTiles] | None = None
 
     @property

@@ -25,6 +25,8 @@ from roundpipe_fx.torch_private import data_dependent_symbol, offload_operators,
 
 __all__ = ["hidden", "host_copies", "is_wanted_on_host", "may_be_on_host", "may_leave", "wants_host"]
 
+_SMALLEST = 2**16
+"""Bytes of a value that leaves unasked: of smaller ones, starting the copy takes longer than the copy."""
 Seconds: TypeAlias = Mapping[tuple[int, Phase], float]
 """By stage and phase."""
 
@@ -91,7 +93,13 @@ def may_leave(
 
 
 def hidden(
-    values: Sequence[MayLeave], forward: Program, backward: Program, seconds: Seconds, byte_seconds: float, most: int
+    values: Sequence[MayLeave],
+    forward: Program,
+    backward: Program,
+    seconds: Seconds,
+    byte_seconds: float,
+    enough: int,
+    room: int,
 ) -> list[ValueOnHost]:
     """Values that leave though the user has not asked for it, as their copies are hidden.
 
@@ -101,14 +109,16 @@ def hidden(
         backward: the backward program.
         seconds: modelled, by stage and phase.
         byte_seconds: in which the link carries a byte.
-        most: bytes; no more values leave once they have so many.
+        enough: bytes; no more values leave once they have so many.
+        room: bytes that they have at most.
     """
 
     def timed(program: Program) -> list[tuple[str, float]]:
         return [(call.name, seconds[call.stage, call.phase]) for call in program.calls]
 
     starts = [_first_of_stage(backward.calls, place) for place in range(len(backward.calls))]
-    return hidden_copies(values, timed(forward), timed(backward), starts, byte_seconds, most)
+    values = [value for value in values if value.bytes >= _SMALLEST]
+    return hidden_copies(values, timed(forward), timed(backward), starts, byte_seconds, enough, room)
 
 
 def _copies(value: MayLeave, forward: Sequence[StageModule], backward: Sequence[StageModule]) -> list[ValueOnHost]:
@@ -154,9 +164,10 @@ def wants_host(joint: JointGraph, device: str) -> bool:
 def _comes_back_alike(value: torch.Tensor) -> bool:
     """Whether a copy has the strides of a value: those of a symbolic size are not given to the operators.
 
-    Nor may it be empty: the operators know a copy by its address.
+    Nor may it be empty: the operators know a copy by its address. Nor a single number, with which nothing is gained:
+    that of memory-efficient attention's seed is on the host already, whatever its fake kernel says.
     """
-    if value.numel() == 0:
+    if value.numel() == 0 or value.dim() == 0:
         return False
     if all(type(size) is int for size in (*value.shape, *value.stride())):
         alike = torch.empty_strided(value.shape, value.stride(), device="meta")

@@ -2,13 +2,12 @@
 
 Plans are made as if there was no host. If the one that fits recomputes, those that recompute less are emitted with as
 many values on the host as can be taken there and back beside the work (:mod:`roundpipe_fx.compiler.hidden_copies`), and
-the one that recomputes least of those that fit then is taken, with no more values on the host than it needs. Likewise
-if none fits without the host. What plans need falls from one to the next, so few are emitted: they are bisected.
+the first of them that fits then is taken, with about as many values on the host as it needs. Likewise if none fits
+without the host. What plans need does not fall steadily from one to the next, so they are tried one by one.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import psutil
@@ -18,13 +17,18 @@ from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.torch_private import offload_operators
 
-__all__ = ["SentEmitter", "has_host", "host_room", "least_recomputed", "stage_starts"]
+__all__ = ["TRIED", "SentEmitter", "has_host", "host_room", "least_recomputed", "stage_starts"]
 
 SentEmitter = Callable[[Chosen, int], Lowered]
 """Emits a plan with so many bytes of values on the host, if as many have the time to leave."""
 
 _SHARE = 0.8
 """Of the memory that the host has available, if no ``host_budget`` is given."""
+TRIED = 12
+"""Plans that are emitted with values on the host, at most."""
+_PARTS = (8, 4, 2)
+"""Of a plan's peak, such a part is sent if that suffices. What is tried must not depend on the budget: the first that
+suffices has then no lower peak than what is taken for a smaller budget."""
 _STAGES = 64
 """At most: each takes a call."""
 _ROUNDED = 2
@@ -54,31 +58,27 @@ def stage_starts(segments: int) -> list[int]:
     return [*range(0, segments, -(-segments // _STAGES))]
 
 
-def least_recomputed(plans: Sequence[Chosen], emitted: SentEmitter, room: int) -> tuple[Lowered, int]:
-    """The plan that recomputes least of those that fit with values on the host; if none does, the last one.
+def least_recomputed(plans: Sequence[Chosen], emitted: SentEmitter, room: int) -> tuple[Lowered, Chosen]:
+    """The first of some plans that fits with values on the host; if none does, the one that needs least.
 
     Args:
-        plans: the least recomputation first.
+        plans: at least one, the least recomputation first.
         emitted: emits one.
         room: bytes of values that may be on the host.
 
     Returns:
-        the plan and its number.
+        what was emitted, and the plan.
     """
-    known: dict[int, Lowered] = {}
-
-    def fits(place: int) -> bool:
-        known[place] = emitted(plans[place], room)
-        return known[place].peak.bytes <= plans[place].limit
-
-    place = bisect_left(range(len(plans)), True, key=fits)
-    if place == len(plans):
-        return known[place - 1], place - 1
-    chosen = plans[place]
-    excess = chosen.candidate.peak.bytes - chosen.limit
-    for sent in (excess, 2 * excess):  # at the peak, not all that leaves is away
-        if 0 < sent < room:
-            lowered = emitted(chosen, sent)
-            if lowered.peak.bytes <= chosen.limit:
-                return lowered, place
-    return known[place], place
+    tried: list[tuple[Lowered, Chosen]] = []
+    for chosen in plans:
+        lowered = emitted(chosen, room)
+        if lowered.peak.bytes > chosen.limit:
+            tried.append((lowered, chosen))
+            continue
+        for part in _PARTS:
+            sent = chosen.candidate.peak.bytes // part
+            with_less = emitted(chosen, sent) if sent < room else lowered
+            if with_less.peak.bytes <= chosen.limit:
+                return with_less, chosen
+        return lowered, chosen
+    return min(tried, key=lambda one: one[0].peak.bytes)

@@ -17,7 +17,7 @@ from roundpipe_fx.compiler.overlap import stages_to_overlap
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.tiling import Needs, UnmetError
 from roundpipe_fx.compiler.values_on_host import wants_host
-from roundpipe_fx.compiler.with_host import has_host, host_room, least_recomputed, stage_starts
+from roundpipe_fx.compiler.with_host import TRIED, has_host, host_room, least_recomputed, stage_starts
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.remat.choose import Chosen, choices, choose
@@ -110,7 +110,8 @@ def within(joint: JointGraph, setting: Setting, budget: int | float, limit: int 
         if least.bytes > limit:
             raise UnmetError(Needs(bytes=least.bytes, operation=least.operation, live=least.live))
     if wanted and isinstance(budget, int) and options.rotor is None:
-        return _first_within(_some_of(choices(operations, budget, setting.share, graph.whole)), graph.emitted)
+        plans = choices(operations, budget, setting.share, graph.whole)
+        return _first_within(_some_of(plans, _EMITTED), graph.emitted)
     without: Lowered | UnmetError
     try:
         without = _without_host(graph, budget)
@@ -143,16 +144,17 @@ def _with_host(joint: JointGraph, graph: _CutGraph, without: Lowered | UnmetErro
         # Copies begin and end between stages, and a heavy one, as a loss head, would have all others be as heavy.
         fine = graph.setting.knowing(stage_starts=stage_starts(len(graph.joint.segments)))
         graph = _CutGraph.of(cut(joint, fine), fine)
+    graph = dataclasses.replace(graph, setting=dataclasses.replace(graph.setting, room=room))
     plans = choices(graph.operations, chosen.limit, 1.0, graph.whole)
     if isinstance(without, Lowered):
         plans = [plan for plan in plans if plan.candidate.seconds < chosen.candidate.seconds]
     if not plans:
         return None
-    lowered, place = least_recomputed(plans, graph.emitted, room)
+    lowered, plan = least_recomputed(_some_of(plans, TRIED), graph.emitted, room)
     if lowered.peak.bytes <= chosen.limit:
         return lowered
     if isinstance(without, UnmetError) and lowered.peak.bytes < without.needs.bytes:
-        raise UnmetError(Needs.of_plan(plans[place], lowered.peak.bytes), plans[place])
+        raise UnmetError(Needs.of_plan(plan, lowered.peak.bytes), plan)
     return None
 
 
@@ -195,10 +197,10 @@ _EMITTED = 24
 """Plans that are emitted at most, where it is known only then what they need."""
 
 
-def _some_of(plans: Sequence[Chosen]) -> list[Chosen]:
+def _some_of(plans: Sequence[Chosen], count: int) -> list[Chosen]:
     """The first, the last, and some between them."""
     last = len(plans) - 1
-    return [plans[place] for place in sorted({round(last * part / (_EMITTED - 1)) for part in range(_EMITTED)})]
+    return [plans[place] for place in sorted({round(last * part / (count - 1)) for part in range(count)})]
 
 
 def _first_within(plans: Sequence[Chosen], lowered_by: Callable[[Chosen], Lowered]) -> Lowered:

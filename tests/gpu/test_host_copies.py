@@ -200,6 +200,56 @@ def test_values_come_back_beside_recomputation() -> None:
     assert all(map(torch.equal, found, _steps(lambda x: eager(x).square().mean(), eager, x)))
 
 
+@torch.library.custom_op("test_host_copies::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Like memory-efficient attention's seed, the factor is on the host, and the fake kernel says otherwise."""
+    factor = torch.tensor(2.0)
+    return x * factor.item(), factor
+
+
+@scaled.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), x.new_empty(())
+
+
+def _keep_factor(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(output[1])
+
+
+def _scaled_backward(ctx: Any, gradient: torch.Tensor, _: Any) -> torch.Tensor:
+    (factor,) = ctx.saved_tensors
+    return gradient * factor
+
+
+scaled.register_autograd(_scaled_backward, setup_context=_keep_factor)
+
+
+class Scaled(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(scaled(x)[0])
+
+
+def test_numbers_stay() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Scaled() for _ in range(6))).cuda()
+    eager, x = copy.deepcopy(model), torch.randn(ROWS, WIDTH, device="cuda")
+
+    def chosen(_: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        offloaded = op in (torch.ops.test_host_copies.scaled.default, torch.ops.aten.tanh.default)
+        return CheckpointPolicy.MUST_CPU_OFFLOAD if offloaded else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, chosen)
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        return x.square().mean()
+
+    compiled = torch.compile(loss_of, backend="roundpipe_fx", fullgraph=True, dynamic=False)
+    found = _steps(compiled, model, x)
+    assert all(map(torch.equal, found, _steps(lambda x: eager(x).square().mean(), eager, x)))
+
+
 class Divided(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -246,6 +296,7 @@ def test_values_leave_where_that_saves_recomputation() -> None:
     with roundpipe_fx.measure_peak("cuda") as peak:
         compiled(x).backward()
     assert peak.bytes <= plan.peak_bytes <= budget
+    assert not planned(budget, host_budget=2)[0].on_host  # every value is larger
     again, *_ = planned(budget)  # from the cache
     assert again.on_host == plan.on_host and again.peak_bytes == plan.peak_bytes
     with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
