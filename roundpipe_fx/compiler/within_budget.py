@@ -118,9 +118,9 @@ def within(joint: JointGraph, setting: Setting, budget: int | float, limit: int 
     except UnmetError as error:
         without = error
     if on_host is not None and (isinstance(without, UnmetError) or without.recompute_seconds):
-        found = _with_host(on_host, graph, without, room)
-        if found is not None:
-            return found
+        with_host = _with_host(on_host, graph, without, room)
+        if with_host is not None:
+            return with_host
     if isinstance(without, UnmetError):
         raise without
     return without

@@ -26,7 +26,7 @@ from torch import fx
 
 from roundpipe_fx.ir.collectives import group_argument, starts_collective
 from roundpipe_fx.runtime.stopped import Stopped
-from roundpipe_fx.torch_private import tree_leaves, wait_for_collective
+from roundpipe_fx.torch_private import largest_of_group, tree_leaves, wait_for_collective
 
 __all__ = ["Collective", "begin_stage", "collectives_of", "counted", "started"]
 
@@ -113,9 +113,7 @@ def _fail(node: fx.Node) -> None:
 def _vote(failed: bool, group: Any, device: torch.device) -> bool:
     """Whether any rank of a group votes that it has failed."""
     vote = torch.full((1,), int(failed), dtype=torch.int32, device=device)
-    most = torch.ops._c10d_functional.all_reduce(vote, "max", group)
-    wait_for_collective(most)
-    return bool(most.item())
+    return bool(largest_of_group(vote, group).item())
 
 
 def _first_tensor(values: Any) -> torch.Tensor:

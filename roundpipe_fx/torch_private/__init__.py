@@ -91,7 +91,13 @@ from roundpipe_fx.torch_private.norms import AnyBatchNorm, RunningNorm
 from roundpipe_fx.torch_private.offloading import offload_operators
 from roundpipe_fx.torch_private.optimizers import note_optimizer_step, step_is_watched
 from roundpipe_fx.torch_private.pipelining import is_replicate_spec
-from roundpipe_fx.torch_private.process_groups import default_store, group_ranks, group_timeout, wait_for_collective
+from roundpipe_fx.torch_private.process_groups import (
+    default_store,
+    group_ranks,
+    group_timeout,
+    largest_of_group,
+    wait_for_collective,
+)
 from roundpipe_fx.torch_private.random_branches import resolved_random_branch
 from roundpipe_fx.torch_private.recurrence import spell_out_lstm
 from roundpipe_fx.torch_private.rng import (
@@ -186,6 +192,7 @@ __all__ = [
     "keep_users_exceptions",
     "key_get",
     "keystr",
+    "largest_of_group",
     "leave_unused_gradients_out",
     "line_of_break",
     "local_part",

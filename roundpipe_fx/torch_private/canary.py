@@ -75,7 +75,7 @@ USED: Mapping[str, str] = {
         "DataDependentOutputException DynamicOutputShapeException FakeTensorMode UnsupportedFakeTensorException"
     ),
     "torch.autograd": "Variable._execution_engine.queue_callback",
-    "torch.distributed._functional_collectives": "wait_tensor",
+    "torch.distributed._functional_collectives": "all_reduce wait_tensor",
     "torch.distributed.distributed_c10d": "_get_default_store _resolve_process_group",
     "torch.distributed.tensor": "DTensor._local_tensor",
     "torch.distributed.pipelining.microbatch": "_Replicate",

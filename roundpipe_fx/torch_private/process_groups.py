@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["default_store", "group_ranks", "group_timeout", "wait_for_collective"]
+__all__ = ["default_store", "group_ranks", "group_timeout", "largest_of_group", "wait_for_collective"]
 
 
 def default_store() -> dist.Store:
@@ -41,3 +41,11 @@ def wait_for_collective(value: torch.Tensor) -> None:
     from torch.distributed._functional_collectives import wait_tensor
 
     wait_tensor(value)
+
+
+def largest_of_group(value: torch.Tensor, group: Any) -> torch.Tensor:
+    """The largest elements of all ranks of a process group as a collective of a traced graph names it."""
+    from torch.distributed._functional_collectives import all_reduce, wait_tensor
+
+    largest: torch.Tensor = wait_tensor(all_reduce(value, "max", group))
+    return largest
