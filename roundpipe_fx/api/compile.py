@@ -159,6 +159,8 @@ def compile(
             devices=devices,
             optim_dtype=optim_dtype,
             deferred_batch_norm=deferred_batch_norm,
+            host_budget=host_budget,
+            host_links=host_links,
             schedule=schedule,
             checkpoint=checkpoint,
         )
@@ -179,11 +181,9 @@ def compile(
         pipelining = dataclasses.replace(
             pipelining, over_processes=True, replicas=replicas, sharded=sharded, tensor_parallel=parts
         )
-    if mesh is not None and host_budget is not None:
-        raise ValueError(f"host_budget={host_budget!r} is not supported with a mesh.")
-    if host_links is not None and (pipelining is None or mesh is not None):
+    if host_links is not None and pipelining is None:
         raise ValueError("host_links is for a model on the CPU that devices train: give devices=['cuda:0'] too.")
-    if pipelining is not None and (host_budget is not None or host_links is not None):
+    if pipelining is not None and mesh is None:
         pipelining = dataclasses.replace(
             pipelining, host_budget=parse_host_budget(host_budget), host_links=parse_host_links(host_links)
         )

@@ -22,7 +22,7 @@ from roundpipe_fx.compiler.overlap import Unfilled, modules_to_overlap
 from roundpipe_fx.compiler.plan_cache import Recalled
 from roundpipe_fx.compiler.run_passes import run_passes
 from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.compiler.values_on_host import hidden, host_copies, may_leave
+from roundpipe_fx.compiler.values_on_host import hidden, may_leave, wanted, wants_host
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, tensor_values
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.remat.choose import Chosen
@@ -93,14 +93,14 @@ def emit(
     backward = emit_backward_program(joint, modules) if training else None
     tangents = joint.expected_tangents if setting.compiler == "eager" else joint.tangents
     if backward is not None:
-        if setting.context.runs_programs and setting.device.type != "cpu":
+        if setting.context.runs_programs and (setting.sent or wants_host(joint, setting.device.type)):
             granularity = allocation_granularity(setting.device)
-            where = joint, forward, backward, tangents, device_of(joint).type, granularity
-            copies = host_copies(*where)
+            values = may_leave(joint, forward, backward, tangents, device_of(joint).type, granularity)
             if setting.sent:
                 byte_seconds = 1 / roofline_for(setting).host
-                least, most = setting.sent, setting.room
-                copies = hidden(may_leave(*where), forward, backward, seconds, byte_seconds, least, most)
+                copies = hidden(values, forward, backward, seconds, byte_seconds, setting.sent, setting.room)
+            else:
+                copies = wanted(values, forward, backward)
             setting = setting.knowing(host_copies=copies)
         away = {copy.value for copy in setting.context.host_copies}
         # The copy back of a value is waited for on the main stream alone.

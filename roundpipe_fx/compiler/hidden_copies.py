@@ -32,6 +32,7 @@ class MayLeave:
         bytes: number of bytes.
         maker: name of the stage module of the forward that computes it.
         readers: names of the stage modules that read it.
+        wanted: whether the user wants it there.
     """
 
     value: str
@@ -39,6 +40,7 @@ class MayLeave:
     bytes: int
     maker: str
     readers: tuple[str, ...]
+    wanted: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, viewed
 from roundpipe_fx.ir.value_on_host import ValueOnHost
 from roundpipe_fx.torch_private import data_dependent_symbol, offload_operators, row_major
 
-__all__ = ["hidden", "host_copies", "is_wanted_on_host", "may_be_on_host", "may_leave", "wants_host"]
+__all__ = ["hidden", "is_wanted_on_host", "may_be_on_host", "may_leave", "wanted", "wants_host"]
 
 _SMALLEST = 2**16
 """Bytes of a value that leaves unasked: of smaller ones, starting the copy takes longer than the copy."""
@@ -31,35 +31,6 @@ Seconds: TypeAlias = Mapping[tuple[int, Phase], float]
 """By stage and phase."""
 
 log = logging.getLogger(__name__)
-
-
-def host_copies(
-    joint: JointGraph,
-    forward: Program,
-    backward: Program,
-    tangents: Collection[fx.Node],
-    device: str,
-    granularity: int,
-) -> list[ValueOnHost]:
-    """What the user wants on the host, and when it is copied.
-
-    Args:
-        joint: the graph.
-        forward: its forward program.
-        backward: its backward program.
-        tangents: incoming gradients that the step is expected to get.
-        device: type of the device on which the graph's values are.
-        granularity: bytes that the device's allocator rounds sizes up to.
-    """
-    if not any(Mark.ON_HOST in node.meta for node in joint.graph.nodes):
-        return []
-    if offload_operators() is None:
-        log.warning("this version of PyTorch has no operators that copy to the host: what is to be there is not.")
-        return []
-    nodes = {node.name: node for node in joint.graph.nodes}
-    values = may_leave(joint, forward, backward, tangents, device, granularity)
-    wanted = [value for value in values if is_wanted_on_host(nodes[value.value])]
-    return [copy for value in wanted for copy in _copies(value, forward.calls, backward.calls)]
 
 
 def may_leave(
@@ -70,7 +41,22 @@ def may_leave(
     device: str,
     granularity: int,
 ) -> list[MayLeave]:
-    """The values that may be on the host between forward and backward. Arguments as for :func:`host_copies`."""
+    """The values that may be on the host between forward and backward.
+
+    Args:
+        joint: the graph.
+        forward: its forward program.
+        backward: its backward program.
+        tangents: incoming gradients that the step is expected to get.
+        device: type of the device on which the graph's values are.
+        granularity: bytes that the device's allocator rounds sizes up to.
+
+    Returns:
+        none, with a warning, if PyTorch has no operators that copy.
+    """
+    if offload_operators() is None:
+        log.warning("this version of PyTorch has no operators that copy to the host: what is to be there is not.")
+        return []
     _, held = simulate_calls(forward, backward, joint.gradient_owners, tangents, granularity)
     modules = {module.name: module for module in forward.calls}
     values = []
@@ -87,9 +73,21 @@ def may_leave(
                     bytes=value.bytes,
                     maker=value.maker,
                     readers=value.readers,
+                    wanted=is_wanted_on_host(node),
                 )
             )
     return values
+
+
+def wanted(values: Sequence[MayLeave], forward: Program, backward: Program) -> list[ValueOnHost]:
+    """Values that the user wants on the host, and when they are copied.
+
+    Args:
+        values: that may leave.
+        forward: the forward program.
+        backward: the backward program.
+    """
+    return [copy for value in values if value.wanted for copy in _copies(value, forward.calls, backward.calls)]
 
 
 def hidden(

@@ -208,6 +208,7 @@ def check_refusals(_rank: int, _folder: str) -> None:
         ({"devices": ["cpu"]}, "devices="),
         ({"cost": "measured"}, "all must plan alike"),
         ({"deferred_batch_norm": True}, "deferred_batch_norm=True"),
+        ({"host_budget": "1GiB"}, "host_budget='1GiB' is not supported with a mesh"),
         ({"mesh": init_device_mesh("cpu", (2,))}, "no dimension 'pp'"),
         ({"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "pp"))}, "dimension 'tp'"),
     ):

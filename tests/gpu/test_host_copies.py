@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -178,15 +179,11 @@ class Largest(nn.Module):
         return x + torch.zeros_like(x).scatter(1, where, top.sin()) * values
 
 
-def test_values_come_back_beside_recomputation() -> None:
-    """Their memory is the main stream's, whatever stream the calls beside the copy are on."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Largest() for _ in range(6))).cuda()
-    eager, x = copy.deepcopy(model), torch.randn(ROWS, WIDTH, device="cuda")
+def _checkpointed(model: nn.Sequential, *offloaded: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A loss of layers of which each is a checkpoint that must offload the results of some operators."""
 
     def chosen(_: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        offloaded = op is torch.ops.aten.max.dim
-        return CheckpointPolicy.MUST_CPU_OFFLOAD if offloaded else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_CPU_OFFLOAD if op in offloaded else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, chosen)
 
@@ -195,6 +192,16 @@ def test_values_come_back_beside_recomputation() -> None:
             x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
         return x.square().mean()
 
+    return loss_of
+
+
+def test_values_come_back_beside_recomputation() -> None:
+    """Their memory is the main stream's, whatever stream the calls beside the copy are on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Largest() for _ in range(6))).cuda()
+    eager, x = copy.deepcopy(model), torch.randn(ROWS, WIDTH, device="cuda")
+
+    loss_of = _checkpointed(model, torch.ops.aten.max.dim)
     compiled = torch.compile(loss_of, backend="roundpipe_fx", fullgraph=True, dynamic=False)
     found = _steps(compiled, model, x)
     assert all(map(torch.equal, found, _steps(lambda x: eager(x).square().mean(), eager, x)))
@@ -234,17 +241,7 @@ def test_numbers_stay() -> None:
     model = nn.Sequential(*(Scaled() for _ in range(6))).cuda()
     eager, x = copy.deepcopy(model), torch.randn(ROWS, WIDTH, device="cuda")
 
-    def chosen(_: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        offloaded = op in (torch.ops.test_host_copies.scaled.default, torch.ops.aten.tanh.default)
-        return CheckpointPolicy.MUST_CPU_OFFLOAD if offloaded else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, chosen)
-
-    def loss_of(x: torch.Tensor) -> torch.Tensor:
-        for layer in model:
-            x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
-        return x.square().mean()
-
+    loss_of = _checkpointed(model, torch.ops.test_host_copies.scaled.default, torch.ops.aten.tanh.default)
     compiled = torch.compile(loss_of, backend="roundpipe_fx", fullgraph=True, dynamic=False)
     found = _steps(compiled, model, x)
     assert all(map(torch.equal, found, _steps(lambda x: eager(x).square().mean(), eager, x)))
