@@ -235,9 +235,9 @@ def check_emulation(rank: int) -> None:
     work.wait()
     assert torch.equal(x.add(1).cpu(), torch.full((4,), 1.0 + rank))
     assert len(device.races()) == 1
-    crossing = dist.new_group(timeout=timedelta(seconds=2))
+    crossing = dist.new_group(timeout=timedelta(seconds=5))
     works = [dist.isend(y, 1 - rank, group=crossing), dist.irecv(x, 1 - rank, group=crossing)]
-    with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+    with pytest.raises(RuntimeError, match=r"[Tt]imed out|Connection"):  # the rank whose time is over first closes it
         works[0].wait()
 
 
