@@ -54,7 +54,7 @@ class InfeasibleBudgetError(PassedThrough, ValueError):
 
 
 class HostMemoryError(PassedThrough, ValueError):
-    """The host has less memory than an offloaded model's step needs there.
+    """The host has less memory than a step needs there.
 
     Attributes:
         needed: bytes that the step needs on the host.

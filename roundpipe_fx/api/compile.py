@@ -120,9 +120,9 @@ def compile(
             of once per microbatch.
         host_budget: for a model on the CPU and devices that are GPUs, the most bytes of pinned host memory that its
             weights, their gradients and the values that leave the devices may take, as bytes or a size like
-            ``"64GiB"``. ``None``: 80 % of what the host has available, and the weights. For a model on a GPU, without
-            microbatches: of values that leave where that saves recomputation; ``None``: 80 % of what is available, and
-            0: none leave.
+            ``"64GiB"``. ``None``: 80 % of what the host has available, and the weights. For a model on GPUs: of values
+            that leave where that makes a step within a budget shorter; ``None``: 80 % of what is available, and 0: none
+            leave unless a selective policy says so.
         host_links: for such a model, how many links to the host the devices share evenly: GPUs behind one PCIe switch
             share one. Steps are planned as if all devices copied all the time. ``None``: each device has its own.
 

@@ -61,8 +61,8 @@ class Options:
             first step, unless ``recompute`` is given; on the CPU no limit.
         tiling: whether operations may be carried out in tiles, which rounds sums differently. ``None``: where a budget
             in bytes cannot be met otherwise. ``"auto"``: wherever it pays. ``"never"``.
-        host_budget: bytes of the host's memory that values of a model on a device may take, where that saves
-            recomputation; 0: none leave. ``None``: 80 % of what is available.
+        host_budget: bytes of the host's memory that values of a model on devices may take, where that makes a step
+            within a budget shorter; 0: none leave. ``None``: 80 % of what is available.
         cost: ``"roofline"``: modelled, always the same for the same graph. ``"measured"``: every distinct operation is
             timed on the device once and kept on disk.
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.

@@ -168,7 +168,7 @@ def with_optimizer(plan: Plan, pipelining: Pipelining) -> Plan:
         HostMemoryError: the host has no memory for it.
     """
     pipeline = plan.pipeline
-    if pipeline is None or not plan.training or not pipeline.host_bytes:
+    if pipeline is None or not plan.training or not pipeline.host_weight_bytes:
         return plan
     memory = pipelining.optimizer
     needed = HostMemory(

@@ -1,5 +1,5 @@
-"""Host memory of an offloaded model's step: its weights, their gradients, the values that leave its devices, and what
-its optimizer has.
+"""Host memory of a step: for values that leave the devices; for an offloaded model also its weights, their gradients,
+and what its optimizer has.
 
 All but the last lie in pinned memory, so that copies overlap with the devices' work; what that takes is counted. The
 optimizer is counted where it is known when a step is planned or begins.
@@ -48,7 +48,7 @@ class HostMemory:
 
 
 def host_memory_of(pipeline: LoweredPipeline, timing: Timing, pipelining: Pipelining) -> HostMemory:
-    """The host memory that a step needs; nothing if the model is not offloaded.
+    """The host memory that a step needs; nothing if it is not beside the devices.
 
     Args:
         pipeline: the lowered pipeline.
@@ -56,17 +56,16 @@ def host_memory_of(pipeline: LoweredPipeline, timing: Timing, pipelining: Pipeli
         pipelining: the user's.
     """
     costs, setting = pipeline.main.costs, pipeline.main.lowered.setting
-    if costs.on_host is None:
+    if costs.host_bandwidth is None:
         return HostMemory()
     on_paper = setting.device.type == "cpu" and setting.options.device_name not in (None, "cpu")
     taken = functools.partial(pinned_bytes, device_type="cuda" if on_paper else setting.device.type)
     sizes = {number: size for of in costs.copied_bytes.values() for number, size in of.items()}
-    weights = [size for number, size in sizes.items() if number in costs.on_host]
+    weights = [size for number, size in sizes.items() if number in (costs.on_host or ())]
     lengths = [len(order) for order in timing.schedule.orders]
     values = buffer_bytes(timing.offloads, lengths, taken)
-    return HostMemory(
-        sum(map(taken, weights)), sum(map(taken, timing.returned_bytes)), values, pipelining.optimizer.bytes
-    )
+    optimizer = 0 if costs.on_host is None else pipelining.optimizer.bytes
+    return HostMemory(sum(map(taken, weights)), sum(map(taken, timing.returned_bytes)), values, optimizer)
 
 
 def host_budget_of(pipeline: LoweredPipeline, pipelining: Pipelining) -> int | None:

@@ -1,4 +1,4 @@
-"""Prices of an offloaded model's link: for each, what its segments save if that is what a byte costs that leaves."""
+"""Prices of the link to the host: for each, what its segments save if that is what a byte costs that leaves."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class LinkPrices:
     ) -> None:
         self._graph, self._chain, self._save_options, self._runs = graph, chain, save_options, runs
         costs = first.pipeline.main.costs
+        assert costs.host_bandwidth is not None
         self._segments = segments_on_host(first.timing, costs, cuts, chain, runs)
         self._byte_seconds = 1 / costs.host_bandwidth
 

@@ -35,7 +35,7 @@ from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 from roundpipe_fx.schedules.sharding import KeptGathered, choose_kept, gaps_of
 from roundpipe_fx.schedules.step_costs import device_orders
 
-__all__ = ["LoweredPipeline", "Structure", "Variant", "gaps", "variant_of"]
+__all__ = ["LoweredPipeline", "Structure", "Variant", "gaps", "has_host", "variant_of"]
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,7 @@ class LoweredPipeline:
         trade_off: (bytes of the device that needs most, modelled seconds of recomputation for a microbatch) of the
             plans that were simulated for a budget.
         alternatives: those plans, as the page of the plan shows them.
-        offload: how it is decided which values an offloaded model sends to the host; ``None``: only those go that the
-            user wants there.
+        offload: how it is decided which values leave for the host; ``None``: only those do that the user wants there.
         divisions: the ways to divide the devices that were considered; empty: they were given.
     """
 
@@ -143,7 +142,7 @@ class LoweredPipeline:
         """
         costs, rule = self.main.costs, self.offload
         if rule is None:
-            if costs.on_host is None or not costs.wanted_on_host or self.forwards_before_backwards:
+            if costs.host_bandwidth is None or not costs.wanted_on_host:
                 return []
             rule = OffloadRule(sys.maxsize, 1)
         timing = simulate_time(schedule, graph, costs, others)
@@ -182,6 +181,12 @@ def gaps(schedule: Schedule, costs: StepCosts) -> list[KeptGathered]:
     return [gap for order in device_orders(schedule) for gap in gaps_of(order, costs.sharded)]
 
 
+def has_host(setting: Setting, pipelining: Pipelining) -> bool:
+    """Whether there is a host beside the devices, for which values can leave."""
+    device = setting.options.device or setting.device
+    return pipelining.offloaded or (device.type != "cpu" and not pipelining.over_processes)
+
+
 def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Variant:
     """A lowered graph as steps with their costs."""
     steps = steps_of(lowered)
@@ -190,9 +195,10 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
     copied = () if pipelining.over_processes else enumerate(pipelining.devices)
     away = [number for number, device in copied if device != setting.device]
     costs = step_costs(lowered, steps, setting.costs.transfer_seconds, granularity, away)
+    if has_host(setting, pipelining):
+        costs = dataclasses.replace(costs, host_bandwidth=pipelining.host_bandwidth(setting.costs.host))
     if pipelining.offloaded:
-        bandwidth = pipelining.host_bandwidth(setting.costs.host)
-        costs = dataclasses.replace(costs, on_host=lowered.parameters, host_bandwidth=bandwidth)
+        costs = dataclasses.replace(costs, on_host=lowered.parameters)
     if pipelining.over_processes:
         if pipelining.sharded:
             costs = dataclasses.replace(costs, sharded=sharded_costs(lowered, steps, pipelining.replicas))

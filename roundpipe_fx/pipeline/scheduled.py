@@ -49,13 +49,13 @@ def scheduled_run(captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None)
     whole = pipeline.schedule(graph, len(captured.programs))
     pipelines = [of_batch.pipeline for of_batch in captured.graphs]
     others = costs_of_others(pipelines)
-    offloads = pipeline.offloads(whole, graph, others) if kinds is None else []
+    offloads = pipeline.offloads(whole, graph, others) if kinds is None or whole.forwards_before_backwards else []
     kept = pipeline.kept(whole, graph, others)
     if pipeline.allowed is not None:
         check_together(whole, graph, pipelines, offloads, kept)
     schedule = whole if kinds is None else whole.only(*kinds)
     instructions = instructions_of(schedule, captured.programs, left=kinds == (ActionKind.FORWARD,))
-    steps = offload_steps_of(schedule, instructions, offloads) if offloads else []
+    steps = offload_steps_of(whole, instructions, offloads, kinds) if offloads else []
     # The programs are referred to, so that their identities are not reused.
     return Scheduled(instructions, steps, kept_of(whole, instructions, kept), captured.programs)
 

@@ -1,5 +1,5 @@
-"""Segments of an offloaded model as the planner sees them: what is on a device beside their saved values, and which of
-these may leave.
+"""Segments whose saved values may leave, as the planner sees them: what is on a device beside these values, and which
+of them have the time.
 
 What is there besides (weights, gradients) follows from a simulation: it is what a device holds while a stage runs with
 everything saved, less what the chain of segments counts for that.

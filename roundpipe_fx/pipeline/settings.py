@@ -97,9 +97,9 @@ class Pipelining:
         over_processes: whether each device is a process with the parameters of its own stages.
         replicas: how many such pipelines there are, with batches of their own.
         sharded: whether replicas share out parameters.
-        host_budget: bytes that an offloaded model's step may take on the host; ``None``: a share of what is available
-            there, or no limit if the step is planned for elsewhere.
-        host_links: how many links to the host the devices of an offloaded model share evenly; ``None``: each has one.
+        host_budget: bytes that a step may take on the host; ``None``: a share of what is available there, or no limit
+            if the step is planned for elsewhere.
+        host_links: how many links to the host the devices share evenly; ``None``: each has one.
         optimizer: host memory of the optimizer, if it is known.
         elsewhere: whether the step is planned for a machine that is not this one.
         budget_has_weights: whether a budget in bytes is also for the parameters and buffers of a device's own stages,

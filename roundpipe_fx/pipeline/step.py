@@ -410,7 +410,7 @@ class Pipeline:
                 streams,
                 inherited,
                 on_host,
-                offloads=scheduled.offloads if on_host else (),
+                offloads=scheduled.offloads,
                 updates=self._optimized.updates,
                 updating=updating,
             )

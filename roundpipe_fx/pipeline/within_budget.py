@@ -10,7 +10,7 @@ devices, then with one for each::
     device 0   ├─────────── 4 fits                    then each for itself: device 0 has more in flight
     device 1   ├── 1 fits
 
-Where an offloaded model's values may leave for the host, plans are also found by the price of its link
+Where values may leave for the host, plans are also found by the price of the link
 (:mod:`roundpipe_fx.pipeline.offload_values`).
 
 Of all plans that were simulated and fit, the one with the shortest step is taken; then recomputation is moved into the
@@ -46,6 +46,7 @@ from roundpipe_fx.remat.schedule import RematChoice, remat_schedule
 from roundpipe_fx.remat.search import Candidate, ParetoPoint, everything_kept, most_kept, work_out
 from roundpipe_fx.remat.segment_chain import chain_of
 from roundpipe_fx.schedules import simulate_time
+from roundpipe_fx.schedules.offloads import offloads_at_distance
 
 __all__ = ["within_budget"]
 
@@ -87,7 +88,8 @@ def within_budget(
     if first.peak <= limit and (isinstance(budget, int) or budget == 1.0):
         return chosen_among([first], first, limit, allowed)
     runs = runs_of(first.timing, cut.joint.cuts)
-    may_leave = pipelining.offloaded and not forwards_before_backwards
+    may_leave = _may_leave(first, pipelining)
+    on_host = host_budget_of(first.pipeline, pipelining) if may_leave or pipelining.offloaded else None
     prices = None
     if may_leave:
         prices = LinkPrices(
@@ -102,32 +104,36 @@ def within_budget(
         raise _refusal(limit, first.peak, cut.structure, pipelining)
     levels = _Levels(attempts, first, runs, [points_of_run(blocks.graph, chain, save_options, run) for run in runs])
     others = [] if blocks.graph.regions else [attempts.with_policy(stage_inputs)]
+
+    def sent_within(bytes_there: int) -> list[Attempt]:
+        known = [*attempts.of_choices, *others] if may_leave else []
+        return _with_room_on_host([with_offloads(attempt, bytes_there) for attempt in known], pipelining, on_host)
+
     sent: list[Attempt] = []
     level = levels.alike(levels.last, limit) if isinstance(budget, int) else None
-    if may_leave and isinstance(budget, int):
-        sent = [with_offloads(attempt, limit) for attempt in (*attempts.of_choices, *others)]
+    if isinstance(budget, int):
+        sent = sent_within(limit)
     if level is None and all(attempt.peak > limit for attempt in sent):
         lowest = levels.lowest()
         if isinstance(budget, float):
             leanest = [*attempts.of_choices, *others]
-            leanest += [with_offloads(attempt, 0) for attempt in leanest if may_leave]
+            leanest += sent_within(0) if pipelining.offloaded else []  # on devices, shares are those without a host
             low = min(attempt.peak for attempt in leanest)
             limit = int(limit_of(budget, low, highest) * share)
         level = levels.alike(lowest, limit)
-        if may_leave:
-            sent = [with_offloads(attempt, limit) for attempt in (*attempts.of_choices, *others)]
+        sent = sent_within(limit)
     if level is not None and len(runs) > 1:  # with one, all devices have its level
         levels.each(level, limit)
     tried = [*attempts.of_choices, *others, *sent]
     if isinstance(budget, float) and budget == 0.0:
-        limit = min(attempt.peak for attempt in tried)
+        limit = min(attempt.peak for attempt in (tried if pipelining.offloaded else [*attempts.of_choices, *others]))
     # The least budget that a refusal names does not depend on these: they depend on what was asked.
     priced: list[Attempt] = []
-    on_host = host_budget_of(first.pipeline, pipelining) if pipelining.offloaded else None
     if prices is not None:
         priced = quickest_offloaded(
             lambda price, within: attempts.with_choice(prices.choice_at(price, within)), limit, pipelining, on_host
         )
+        priced = _with_room_on_host(priced, pipelining, on_host)
     fitting = [attempt for attempt in (*tried, *priced) if attempt.peak <= limit]
     if pipelining.offloaded:
         fitting = _within_host(fitting, pipelining, on_host)
@@ -175,6 +181,35 @@ def _beside_weights(budget: int, attempt: Attempt, pipelining: Pipelining) -> in
         "stages that divide the weights more evenly, or offloaded=True.",
         weights,
     )
+
+
+def _may_leave(attempt: Attempt, pipelining: Pipelining) -> bool:
+    """Whether values may leave for the host though the user has not asked for it, and have the time.
+
+    Args:
+        attempt: any, with nothing there.
+        pipelining: the user's.
+    """
+    if pipelining.offloaded:
+        return True
+    costs = attempt.pipeline.main.costs
+    if costs.host_bandwidth is None or pipelining.host_budget == 0:
+        return False
+    may_leave, _ = offloads_at_distance(attempt.timing.schedule, costs, {}, 0)
+    return bool(may_leave)
+
+
+def _with_room_on_host(attempts: Sequence[Attempt], pipelining: Pipelining, budget: int | None) -> list[Attempt]:
+    """The attempts whose values have room on the host. An offloaded model's weights need it in any case: what they have
+    with their values is compared in :func:`_within_host`."""
+    if pipelining.offloaded or budget is None:
+        return list(attempts)
+    return [
+        attempt
+        for attempt in attempts
+        if attempt.pipeline.offload is None
+        or host_memory_of(attempt.pipeline, attempt.timing, pipelining).total <= budget
+    ]
 
 
 def _within_host(fitting: Sequence[Attempt], pipelining: Pipelining, budget: int | None) -> list[Attempt]:

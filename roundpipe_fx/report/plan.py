@@ -67,8 +67,8 @@ class Plan:
             ``peak``: of a budget in bytes they are set aside.
         bucket_bytes: bytes of the buckets of the DistributedDataParallel around the model, or inside: it allocates them
             when it is made, not in a step.
-        on_host: names of the saved values that are on the host between forward and backward. (Those of an offloaded
-            model are in ``pipeline.offloaded``.)
+        on_host: names of the saved values that are on the host between forward and backward. (Those of a pipeline are
+            in ``pipeline.offloaded``.)
         pipeline: how a step is pipelined, if it is; the rest of the plan is then that of one microbatch.
         timing: when each action would run, if pipelined.
         measured: when the actions of the latest step ran, once there was one, for each device.
@@ -119,9 +119,9 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that an offloaded model's step needs on the host: in pinned memory its weights, their gradients, and
-        the values that leave the devices; where the optimizer is known, its state and copies of parameters. 0 for other
-        models, but for the values that are on the host between forward and backward."""
+        """Bytes that a step needs on the host for values that leave the devices; for an offloaded model also, in pinned
+        memory, for its weights and their gradients, and where the optimizer is known, for its state and copies of
+        parameters."""
         if self.pipeline is not None:
             return self.pipeline.host_bytes
         return sum(value.bytes for value in self._saved if value.name in self.on_host)

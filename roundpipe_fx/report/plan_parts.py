@@ -278,6 +278,6 @@ class PlannedPipeline:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that an offloaded model's step needs on the host: weights, gradients, values from the devices, and what
-        the optimizer has, where it is known."""
+        """Bytes that a step needs on the host: values from the devices; for an offloaded model also weights, gradients,
+        and what the optimizer has, where it is known."""
         return self.host_weight_bytes + self.host_gradient_bytes + self.host_value_bytes + self.host_optimizer_bytes

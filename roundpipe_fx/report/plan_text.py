@@ -176,18 +176,18 @@ def _gather_lines(pipeline: PlannedPipeline) -> list[str]:
 
 
 def _host_lines(pipeline: PlannedPipeline) -> list[str]:
-    """What an offloaded model's step copies, and what it needs on the host."""
+    """What a step copies to the host and from it, and what it needs there."""
+    values = f"{_counted(pipeline.sent_values, 'value')} ({bytes_text(pipeline.sent_bytes)}) to the host and back"
     if not pipeline.brought_bytes:
-        return []
+        pinned = f"a step copies {values}; pinned on the host: {bytes_text(pipeline.host_value_bytes)}"
+        return [pinned] if pipeline.sent_values else []
     parts = [f"weights {bytes_text(pipeline.host_weight_bytes)}"]
     if pipeline.host_gradient_bytes:
         parts.append(f"gradients {bytes_text(pipeline.host_gradient_bytes)}")
     left = ""
     if pipeline.sent_values:
         parts.append(f"values from the devices {bytes_text(pipeline.host_value_bytes)}")
-        left = (
-            f", and {_counted(pipeline.sent_values, 'value')} ({bytes_text(pipeline.sent_bytes)}) to the host and back"
-        )
+        left = f", and {values}"
     optimizer = ""
     if pipeline.host_optimizer_bytes:
         optimizer = f"; optimizer {bytes_text(pipeline.host_optimizer_bytes)}"

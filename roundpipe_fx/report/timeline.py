@@ -35,7 +35,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyBar:
-    """A copy between a device of an offloaded model and the host, as predicted.
+    """A copy between a device and the host, as predicted.
 
     Attributes:
         device: index of the device.
@@ -65,7 +65,7 @@ class Timeline:
     Attributes:
         predicted: simulated, with modelled costs.
         measured: measured in the latest step; empty before the first one.
-        copies: simulated copies between the devices and the host, if the model is offloaded.
+        copies: simulated copies between the devices and the host.
     """
 
     predicted: tuple[Bar, ...]
@@ -103,8 +103,7 @@ class Timeline:
     def write(self, path: str | Path) -> Path:
         """Write a Chrome trace (JSON), which ui.perfetto.dev opens, with a row for each device.
 
-        Copies between the devices of an offloaded model and the host have rows of their own, one for each direction of
-        a device's link.
+        Copies between devices and the host have rows of their own, one for each direction of a device's link.
 
         Args:
             path: the file to write.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from collections.abc import Collection, Iterator
 
 import torch
@@ -49,7 +50,7 @@ class HostBuffers:
         device: which copies into them and out of them; they are pinned unless it is the host.
 
     Attributes:
-        bytes: bytes of all of them, in use or not.
+        bytes: bytes of all of them that exist, in use or not.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,6 +77,7 @@ class HostBuffers:
         with allocating_on_host(size, "values that leave the device", advice):
             made = pinned_empty(size, self._device)
         self.bytes += size
+        weakref.finalize(made, _freed, weakref.ref(self), size).atexit = False
         return made
 
     def give(self, buffer: torch.Tensor) -> None:
@@ -83,7 +85,11 @@ class HostBuffers:
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def keep(self, sizes: Collection[int]) -> None:
-        """Free the buffers of other sizes, which a step with other inputs had. None is in use then: those that a step
-        had which has failed are freed already."""
+        """Free the buffers of other sizes, which a step with other inputs had."""
         self._free = {size: free for size, free in self._free.items() if size in sizes}
-        self.bytes = sum(size * len(free) for size, free in self._free.items())
+
+
+def _freed(buffers: weakref.ref[HostBuffers], size: int) -> None:
+    owner = buffers()
+    if owner is not None:
+        owner.bytes -= size

@@ -27,7 +27,7 @@ from roundpipe_fx.runtime.random_streams import RandomStream, drawing
 from roundpipe_fx.runtime.stage_updates import StageUpdates, StepUpdates
 from roundpipe_fx.runtime.stopped import Stopped
 from roundpipe_fx.runtime.transport import Transport
-from roundpipe_fx.runtime.value_offloading import OffloadSteps, ValueOffloading
+from roundpipe_fx.runtime.value_offloading import Away, OffloadSteps, ValueOffloading
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import Action
 from roundpipe_fx.torch_private import active_dispatch_modes, dispatch_modes
@@ -151,7 +151,7 @@ def run_pipeline(
         for device_streams in workers.all_device_streams:
             # After a failure too: work that was issued may still read what the caller is about to free.
             device_streams.finish()
-            if on_host:
+            if on_host or (offloads and run.failure is not None):  # else a step waits for its copies by itself
                 device_streams.synchronize_copies()
     try:
         run.transport.end_run(run.failure, run.outputs)
@@ -208,6 +208,7 @@ class _PipelineRun:
         self.transport = transport
         self._values: list[list[dict[int, Any]]] = [[{} for _ in programs] for _ in workers.all_device_streams]
         self._inherits = bool(inherited)
+        self._away: list[dict[tuple[int, int], Away]] = [{} for _ in workers.all_device_streams]
         self._left_gradients = _gradients_among(inherited, programs, primals)
         if inherited:
             self._hand_out(inherited)
@@ -229,12 +230,17 @@ class _PipelineRun:
         self.failure: BaseException | None = None
 
     def _hand_out(self, inherited: Sequence[dict[int, Any]]) -> None:
-        for of_device, instructions in zip(self._values, self._instructions, strict=False):
+        for of_device, away, instructions in zip(self._values, self._away, self._instructions, strict=False):
             for instruction in instructions:
                 batch = instruction.action.microbatch
                 for source in instruction.code.inputs:
-                    if source.kind == "value" and source.index in inherited[batch]:
-                        of_device[batch][source.index] = _Left(inherited[batch][source.index])
+                    if source.kind != "value" or source.index not in inherited[batch]:
+                        continue
+                    value = inherited[batch][source.index]
+                    if isinstance(value, Away):
+                        away[batch, source.index] = value
+                    else:
+                        of_device[batch][source.index] = _Left(value)
         for values in inherited:
             values.clear()
 
@@ -279,7 +285,8 @@ class _PipelineRun:
         elsewhere = device_streams.device != self.caller_device
         done_with = last_uses(instructions, self._primals) if elsewhere else [[] for _ in instructions]
         prefetch_steps = self._prefetch_steps[device] if self._prefetch_steps else {}
-        offloading = ValueOffloading(self._offloads[device] if self._offloads else {}, values, device_streams)
+        offloads = self._offloads[device] if self._offloads else {}
+        offloading = ValueOffloading(offloads, values, device_streams, self._away[device])
         for place, (instruction, call, unread) in enumerate(
             zip(instructions, self._calls[device], done_with, strict=True)
         ):
@@ -327,6 +334,9 @@ class _PipelineRun:
             self.transport.accumulated(device, place, self._sums[device])
             if self._complete is not None and not self._on_host:
                 self._complete.passed(device, place + 1, self._sums[device].parts_of, lambda: _there)
+        offloading.leave(len(instructions))
+        offloading.reload(len(instructions))
+        offloading.leave_behind()
         self.transport.before(device, len(instructions))
         if prefetch_steps:
             self._prefetch(device, device_streams, prefetch_steps[len(instructions)], len(instructions))

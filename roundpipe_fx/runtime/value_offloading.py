@@ -1,12 +1,13 @@
 """Value offloading: sends values of a worker to the host and brings them back, as was decided.
 
 What leaves when is :class:`roundpipe_fx.schedules.offloads.Offload`. A value leaves with its whole memory, so whatever
-its strides and its type are, it comes back with the same bits in memory of its own.
+its strides and its type are, it comes back with the same bits in memory of its own. If the backwards are a later run
+than the forwards, what is on the host then is among the values that the first run leaves to the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -15,10 +16,11 @@ import torch
 
 from roundpipe_fx.runtime.device_streams import DeviceStreams
 from roundpipe_fx.runtime.pipeline_program import Instruction
-from roundpipe_fx.schedules import Schedule
+from roundpipe_fx.schedules import ActionKind, Schedule
 from roundpipe_fx.schedules.offloads import Offload
+from roundpipe_fx.schedules.step_costs import backward_start
 
-__all__ = ["OffloadSteps", "ValueOffloading", "offload_steps_of"]
+__all__ = ["Away", "OffloadSteps", "ValueOffloading", "offload_steps_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +41,28 @@ class OffloadSteps:
 
 
 def offload_steps_of(
-    schedule: Schedule, instructions: Sequence[Sequence[Instruction]], offloads: Sequence[Offload]
+    schedule: Schedule,
+    instructions: Sequence[Sequence[Instruction]],
+    offloads: Sequence[Offload],
+    kinds: Collection[ActionKind] | None = None,
 ) -> list[Mapping[int, OffloadSteps]]:
     """For each device, what happens before which of its instructions.
 
     Args:
         schedule: the schedule whose positions the offloads refer to.
-        instructions: of each device; actions that a microbatch does not have are missing.
+        instructions: of each device; actions that a microbatch does not have, or that another run has, are missing.
         offloads: what leaves.
+        kinds: of actions of the run; ``None``: all.
     """
     steps_of_devices: list[Mapping[int, OffloadSteps]] = []
     for device, of_device in enumerate(instructions):
         present = {str(instruction.action) for instruction in of_device}
         places = [0, *accumulate(int(str(action) in present) for action in schedule.actions(device))]
         of_place: dict[int, dict[str, list[Offload]]] = {}
+        turn = backward_start(schedule.orders[device], schedule)
         for offload in offloads:
             if offload.device == device:
-                for name in OffloadSteps.__slots__:
+                for name in _in_run(offload, turn, kinds):
                     place = places[getattr(offload, name)]
                     of_place.setdefault(place, {}).setdefault(name, []).append(offload)
         steps_of_devices.append(
@@ -67,8 +74,25 @@ def offload_steps_of(
     return steps_of_devices
 
 
+def _in_run(offload: Offload, turn: int, kinds: Collection[ActionKind] | None) -> Iterator[str]:
+    """The steps of an offload that belong to a run.
+
+    Args:
+        offload: what leaves.
+        turn: position of the device's first backward, if all forwards run before all backwards.
+        kinds: of actions of the run; ``None``: all.
+    """
+    names = OffloadSteps.__slots__
+    if kinds is None:
+        yield from names
+    elif ActionKind.FORWARD in kinds:
+        yield from names[: 0 if offload.leaves > turn else 4 if offload.back < turn else 2]
+    else:
+        yield from names[0 if offload.leaves > turn else 4 if offload.back < turn else 2 :]
+
+
 @dataclass(slots=True)
-class _Away:
+class Away:
     """A value that is on its way to the host, there, or on its way back.
 
     Attributes:
@@ -91,16 +115,21 @@ class ValueOffloading:
         steps: what happens before which instruction.
         values: the worker's values: for each microbatch, by number.
         device_streams: of the worker.
+        away: what an earlier run has left on the host, by microbatch and number; emptied as it comes back.
     """
 
     def __init__(
-        self, steps: Mapping[int, OffloadSteps], values: Sequence[dict[int, Any]], device_streams: DeviceStreams
+        self,
+        steps: Mapping[int, OffloadSteps],
+        values: Sequence[dict[int, Any]],
+        device_streams: DeviceStreams,
+        away: dict[tuple[int, int], Away],
     ) -> None:
         self._steps = steps
         self._values = values
         self._device_streams = device_streams
         self._buffers = device_streams.host_buffers
-        self._away: dict[tuple[int, int], _Away] = {}
+        self._away = away
         self._copied: dict[Offload, Any] = {}
         """By offload, the marker of its latest copies."""
         if steps:
@@ -122,7 +151,7 @@ class ValueOffloading:
                 memory = _memory_of(value)
                 buffer = self._buffers.take(max(size, memory.numel()))
                 layout = value.storage_offset(), value.shape, value.stride(), value.dtype
-                self._away[offload.microbatch, number] = _Away(memory, layout, memory.numel(), buffer)
+                self._away[offload.microbatch, number] = Away(memory, layout, memory.numel(), buffer)
                 pairs.append((memory, buffer[: memory.numel()]))
             self._copied[offload] = self._device_streams.copy_values(pairs, to_host=True)
 
@@ -150,10 +179,15 @@ class ValueOffloading:
                 self._values[offload.microbatch][number] = value
                 self._buffers.give(away.buffer)
 
+    def leave_behind(self) -> None:
+        """Hand what is on the host when a run ends to the one that brings it back, among the other values."""
+        for (batch, number), away in self._away.items():
+            self._values[batch][number] = away
+
     def _at(self, place: int) -> OffloadSteps:
         return self._steps.get(place, _NOTHING)
 
-    def _of(self, offload: Offload) -> list[_Away]:
+    def _of(self, offload: Offload) -> list[Away]:
         return [self._away[offload.microbatch, number] for number, _ in offload.values]
 
 

@@ -1,4 +1,4 @@
-"""Chooses which values an offloaded model's step sends to the host: as few bytes as bring each device within its limit.
+"""Chooses which values a step sends to the host: as few bytes as bring each device within its limit.
 
 An offload lowers the bytes of its device between two positions, so this is a covering of positions by intervals. Where
 all values have the same size, going through the positions and taking at each one over the limit the value that stays
@@ -64,6 +64,7 @@ def offloads_within(
         during[offload.device][offload.freed : offload.reloads] -= offload.bytes
     if not rule.in_time:
         return sorted([*must, *choose_offloads(may, during, rule.limit)], key=_place)
+    assert costs.host_bandwidth is not None
     chosen = list(must)
     for device, (left, starts, ends) in enumerate(zip(during, timing.starts, timing.ends, strict=True)):
         link = _Outgoing(starts, ends, costs.host_bandwidth)

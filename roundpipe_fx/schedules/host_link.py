@@ -1,4 +1,5 @@
-"""The link between each device and the host, over which an offloaded model's tensors, gradients and values are copied.
+"""The link between each device and the host, over which values are copied, and an offloaded model's tensors and
+gradients.
 
 The two directions work in parallel with the device and with each other; copies in one direction run one after another,
 in the order in which they are issued. The copy of what a residency window reads begins when the previous window begins,

@@ -12,6 +12,8 @@ on the host anyway, such values can be too. Each offload names four positions in
 
 Between ``leaves`` and ``freed`` it is copied to the host, beside the device's work; the device waits for the end of the
 copy at ``freed``, so memory does not depend on how fast the link is, only time does. ``reloads`` and ``back`` likewise.
+Where all forwards run before all backwards, each copy belongs to one half of the step, and a value that other devices
+read stays: they would get it in the other half.
 Activations are offloaded so by vDNN (Rhu et al., 2016), ZeRO-Infinity (Rajbhandari et al., 2021) and RoundPipe
 (thustorage/RoundPipe).
 """
@@ -27,7 +29,7 @@ import numpy as np
 
 from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
-from roundpipe_fx.schedules.step_costs import StepCosts
+from roundpipe_fx.schedules.step_costs import StepCosts, backward_start
 
 __all__ = ["Offload", "buffer_bytes", "offloads_at_distance"]
 
@@ -83,6 +85,7 @@ def offloads_at_distance(
     may: list[Offload] = []
     must: list[Offload] = []
     for device, order in enumerate(schedule.orders):
+        turn = backward_start(order, schedule)
         of_batch: dict[int, dict[tuple[int, int], int]] = {}
         for place, (kind, stage, batch) in enumerate(order.tolist()):
             of_batch.setdefault(batch, {})[kind, stage] = place
@@ -92,10 +95,14 @@ def offloads_at_distance(
                 maker = places.get((KINDS.index(held.maker[0]), held.maker[1]))
                 if maker is None or not held.values or held.lasts:
                     continue
-                readers = ((KINDS.index(kind), stage) for kind, stage in held.readers)
+                readers = [(KINDS.index(kind), stage) for kind, stage in held.readers]
+                if schedule.forwards_before_backwards and any(reader not in places for reader in readers):
+                    continue
                 uses = sorted({maker, *(places[reader] for reader in readers if reader in places)})
                 for last, following in pairwise(uses):
                     most = (following - last - 2) // 2
+                    if last < turn <= following:
+                        most = min(most, turn - last - 1, following - turn)
                     wanted = held.values[0][0] in of_this.wanted_on_host
                     must_leave = wanted and order[last, 0] == _FORWARD != order[following, 0]
                     if most < 0 or (distance > most and not must_leave):

@@ -68,7 +68,7 @@ class StepCosts:
         on_host: numbers of the tensors that stay on the host: devices hold copies of them, and their gradients, during
             residency windows (:mod:`roundpipe_fx.schedules.residency`). The caller's other tensors are on its device.
             ``None``: the model is not offloaded.
-        host_bandwidth: bytes per second between the host and a device.
+        host_bandwidth: bytes per second between the host and a device; ``None``: nothing is copied between them.
         wanted_on_host: numbers of values that leave from the forward to the backward whether or not there is room for
             them; those of one ``held`` are all among them, or none is.
         gradients_everywhere: whether each device gets all gradients at the end of a step, not only its own.
@@ -94,7 +94,7 @@ class StepCosts:
     parameters: frozenset[int] = frozenset()
     away: frozenset[int] = frozenset()
     on_host: frozenset[int] | None = None
-    host_bandwidth: float = 1.0
+    host_bandwidth: float | None = None
     wanted_on_host: frozenset[int] = frozenset()
     gradients_everywhere: bool = False
     transport_bytes: int = 0

@@ -56,8 +56,8 @@ class Timing:
         peak_bytes: peak bytes of each device.
         action_bytes: for each device, the bytes allocated there at most during each of its actions.
         brought_bytes: bytes of an offloaded model that are copied to the devices.
-        left: for an offloaded model, the seconds at which the last gradient has been copied to the host; with replicas,
-            at which the last one has been reduced.
+        left: the seconds at which the last copy to the host has ended, if there are any; with replicas, at which the
+            last gradient has been reduced.
         offloads: values that are on the host for a while.
         offload_spans: for each of them, the seconds at which its copy to the host starts and ends, and its copy back.
         window_copies: copies of the model's tensors to the devices, and of gradients to the host.
@@ -120,7 +120,7 @@ def simulate_time(
         graph: which stage action reads which.
         costs: seconds and bytes of the stage actions, for a full microbatch.
         others: costs of microbatches of another size, by index; only their bytes are used.
-        offloads: values that are on the host for a while, if the model is offloaded.
+        offloads: values that are on the host for a while.
         kept: sharded parameters that stay gathered for a while.
 
     Returns:
@@ -134,7 +134,10 @@ def simulate_time(
     seconds = np.array([costs.seconds.get(step, 0.0) for step in steps])
     windows = costs.windows(schedule, codes, steps)
     lengths = [len(of_device) for of_device in codes]
-    link = HostLink(windows, lengths, costs.host_bandwidth, offloads) if costs.on_host is not None else None
+    link = None
+    if costs.on_host is not None or offloads:
+        assert costs.host_bandwidth is not None
+        link = HostLink(windows, lengths, costs.host_bandwidth, offloads)
     replicas = None
     if costs.data_parallel is not None:
         gathers = costs.gathers(schedule, kept)
