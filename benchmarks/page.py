@@ -250,8 +250,8 @@ _PARTS = (
         "Values of models on a GPU that leave for the host",
         "benchmarks.host_tier",
         "Planned, not run: bfloat16, rows of 4,096 tokens, within 90 % of the device's memory without the weights. "
-        "Copies are hidden, so what is not recomputed makes the step shorter. CPU seconds of planning are mostly those "
-        "of PyTorch's tracing.",
+        "Without microbatches copies are hidden, so what is not recomputed makes the step shorter; with them a device "
+        "may wait for copies. CPU seconds of planning are mostly those of PyTorch's tracing.",
     ),
     _Part(
         "published_kernels",
