@@ -122,7 +122,7 @@ def compile(
             weights, their gradients and the values that leave the devices may take, as bytes or a size like
             ``"64GiB"``. ``None``: 80 % of what the host has available, and the weights. For a model on GPUs: of values
             that leave where that makes a step within a budget shorter; ``None``: 80 % of what is available, and 0: none
-            leave unless a selective policy says so.
+            leave unless a selective policy says so. With a mesh, of each process, which must plan alike: ``None`` is 0.
         host_links: for such a model, how many links to the host the devices share evenly: GPUs behind one PCIe switch
             share one. Steps are planned as if all devices copied all the time. ``None``: each device has its own.
 
@@ -159,7 +159,6 @@ def compile(
             devices=devices,
             optim_dtype=optim_dtype,
             deferred_batch_norm=deferred_batch_norm,
-            host_budget=host_budget,
             host_links=host_links,
             schedule=schedule,
             checkpoint=checkpoint,
@@ -183,7 +182,7 @@ def compile(
         )
     if host_links is not None and pipelining is None:
         raise ValueError("host_links is for a model on the CPU that devices train: give devices=['cuda:0'] too.")
-    if pipelining is not None and mesh is None:
+    if pipelining is not None:
         pipelining = dataclasses.replace(
             pipelining, host_budget=parse_host_budget(host_budget), host_links=parse_host_links(host_links)
         )

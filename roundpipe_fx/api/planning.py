@@ -111,7 +111,8 @@ def plan(
             several or the model is offloaded. With a number as ``mesh_shape``: of all replicas together, by default one
             for each row; rows must be divisible by it.
         schedule: as for :func:`roundpipe_fx.compile`.
-        host_budget: as for :func:`roundpipe_fx.compile`; ``None``: no limit.
+        host_budget: as for :func:`roundpipe_fx.compile`; ``None``: no limit, and with several devices that are not
+            offloaded, which are processes, nothing leaves.
         host_links: as for :func:`roundpipe_fx.compile`; only if the model is offloaded.
         optimizer: one whose memory is counted if the model is offloaded, or with ``mesh_shape``, made from the model's
             parameters or from copies of them, which are counted too. Like them it needs no memory here:
@@ -286,6 +287,12 @@ def _mesh_devices(
         raise ValueError(
             f"memory_budget={options.memory_budget} with mesh_shape={mesh_shape}: a share means other bytes for each "
             "way to divide devices, so they could not be compared. Give bytes, such as '60GiB'."
+        )
+    if options.host_budget:
+        raise ValueError(
+            f"mesh_shape={mesh_shape} and host_budget= exclude each other: how short a step can be is not bounded for "
+            "all ways to divide devices where values leave for the host. Give a shape, mesh_shape=(replicas, devices "
+            "of each)."
         )
     return int(mesh_shape) // ranks
 

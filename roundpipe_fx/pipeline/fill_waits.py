@@ -40,7 +40,7 @@ def with_waits_filled(
 
     Args:
         best: the quickest attempt so far.
-        fitting: all that fit.
+        fitting: those that fit with nothing on the host.
         attempt: lowers a schedule.
         split: whether gradients of parameters are computed in modules of their own.
         microbatches: into how many a batch is split.

@@ -48,7 +48,8 @@ class HostMemory:
 
 
 def host_memory_of(pipeline: LoweredPipeline, timing: Timing, pipelining: Pipelining) -> HostMemory:
-    """The host memory that a step needs; nothing if it is not beside the devices.
+    """The host memory that a step needs; nothing if it is not beside the devices. Of processes: of the one that needs
+    most.
 
     Args:
         pipeline: the lowered pipeline.
@@ -63,7 +64,8 @@ def host_memory_of(pipeline: LoweredPipeline, timing: Timing, pipelining: Pipeli
     sizes = {number: size for of in costs.copied_bytes.values() for number, size in of.items()}
     weights = [size for number, size in sizes.items() if number in (costs.on_host or ())]
     lengths = [len(order) for order in timing.schedule.orders]
-    values = buffer_bytes(timing.offloads, lengths, taken)
+    of_devices = buffer_bytes(timing.offloads, lengths, taken)
+    values = max(of_devices, default=0) if pipelining.over_processes else sum(of_devices)
     optimizer = 0 if costs.on_host is None else pipelining.optimizer.bytes
     return HostMemory(sum(map(taken, weights)), sum(map(taken, timing.returned_bytes)), values, optimizer)
 

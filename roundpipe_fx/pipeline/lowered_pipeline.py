@@ -184,7 +184,7 @@ def gaps(schedule: Schedule, costs: StepCosts) -> list[KeptGathered]:
 def has_host(setting: Setting, pipelining: Pipelining) -> bool:
     """Whether there is a host beside the devices, for which values can leave."""
     device = setting.options.device or setting.device
-    return pipelining.offloaded or (device.type != "cpu" and not pipelining.over_processes)
+    return pipelining.offloaded or device.type != "cpu"
 
 
 def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Variant:
@@ -206,6 +206,7 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
             costs,
             transport_bytes=_transport_bytes(steps, costs, setting, pipelining),
             gradients_everywhere=setting.context.rounds is not None,
+            outputs_everywhere=True,
         )
     if pipelining.between is not None:
         costs = dataclasses.replace(costs, network=pipelining.between)

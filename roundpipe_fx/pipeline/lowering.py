@@ -330,7 +330,8 @@ def _may_be_in_pieces(setting: Setting, pipelining: Pipelining, name: str, like:
         and name in _IN_PIECES
         and setting.options.stages == "auto"
         and has_host(setting, pipelining)
-        and pipelining.host_budget != 0
+        and pipelining.sends_unasked
+        and not pipelining.sharded
         and pipelining.checkpoint is None
         and like is None
     )

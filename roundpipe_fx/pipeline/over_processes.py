@@ -319,7 +319,15 @@ class ProcessPipeline:
             assert replicas is not None
             transport.gathering = Gathering(shards, replicas, self._plans.gathers(captured, scheduled, rank))
         finished = run_pipeline(
-            workers, [instructions[rank]], programs, primals, tangents, streams, inherited, transport=transport
+            workers,
+            [instructions[rank]],
+            programs,
+            primals,
+            tangents,
+            streams,
+            inherited,
+            transport=transport,
+            offloads=scheduled.offloads[rank : rank + 1],
         )
         if replicas is not None:
             shards.distribute(finished.gradients, captured.averaged, replicas.start_gather)

@@ -97,8 +97,8 @@ class Pipelining:
         over_processes: whether each device is a process with the parameters of its own stages.
         replicas: how many such pipelines there are, with batches of their own.
         sharded: whether replicas share out parameters.
-        host_budget: bytes that a step may take on the host; ``None``: a share of what is available there, or no limit
-            if the step is planned for elsewhere.
+        host_budget: bytes that a step may take on the host, in each process; ``None``: a share of what is available
+            there, or no limit if the step is planned for elsewhere.
         host_links: how many links to the host the devices share evenly; ``None``: each has one.
         optimizer: host memory of the optimizer, if it is known.
         elsewhere: whether the step is planned for a machine that is not this one.
@@ -135,6 +135,12 @@ class Pipelining:
     def between(self) -> Network | None:
         """The links between workers; ``None``: they are not modelled."""
         return None if self.network is None else self.network.between_groups(self.tensor_parallel)
+
+    @property
+    def sends_unasked(self) -> bool:
+        """Whether values may leave for the host though the user has not asked for it. Processes must plan alike, and
+        what is available may differ."""
+        return (self.host_budget is None and not self.over_processes) or bool(self.host_budget)
 
     @property
     def workers(self) -> int:

@@ -113,7 +113,7 @@ def within_budget(
     level = levels.alike(levels.last, limit) if isinstance(budget, int) else None
     if isinstance(budget, int):
         sent = sent_within(limit)
-    if level is None and all(attempt.peak > limit for attempt in sent):
+    if level is None and (not pipelining.offloaded or all(attempt.peak > limit for attempt in sent)):
         lowest = levels.lowest()
         if isinstance(budget, float):
             leanest = [*attempts.of_choices, *others]
@@ -124,9 +124,10 @@ def within_budget(
         sent = sent_within(limit)
     if level is not None and len(runs) > 1:  # with one, all devices have its level
         levels.each(level, limit)
-    tried = [*attempts.of_choices, *others, *sent]
+    recomputing = [*attempts.of_choices, *others]
+    tried = [*recomputing, *sent]
     if isinstance(budget, float) and budget == 0.0:
-        limit = min(attempt.peak for attempt in (tried if pipelining.offloaded else [*attempts.of_choices, *others]))
+        limit = min(attempt.peak for attempt in (tried if pipelining.offloaded else recomputing))
     # The least budget that a refusal names does not depend on these: they depend on what was asked.
     priced: list[Attempt] = []
     if prices is not None:
@@ -144,6 +145,7 @@ def within_budget(
         fitting = [least]
     best = min(fitting, key=lambda attempt: (attempt.timing.makespan, attempt.seconds, attempt.peak))
     if pipelining.workers > 1:
+        fitting = [attempt for attempt in recomputing if attempt.peak <= limit]
         best = with_waits_filled(best, fitting, attempts.with_candidate, split, pipelining.microbatches, limit)
     return chosen_among([*tried, *priced], best, max(limit, best.peak), allowed)
 
@@ -193,7 +195,7 @@ def _may_leave(attempt: Attempt, pipelining: Pipelining) -> bool:
     if pipelining.offloaded:
         return True
     costs = attempt.pipeline.main.costs
-    if costs.host_bandwidth is None or pipelining.host_budget == 0:
+    if costs.host_bandwidth is None or not pipelining.sends_unasked:
         return False
     may_leave, _ = offloads_at_distance(attempt.timing.schedule, costs, {}, 0)
     return bool(may_leave)

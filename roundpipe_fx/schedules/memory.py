@@ -156,8 +156,8 @@ class _Memory:
         self._changes = [np.zeros(len(of_device) + 2, dtype=np.int64) for of_device in codes]
         self._callers = next((device for device in range(len(codes)) if device not in costs.away), -1)
         self._outputs = self._of_batches(lambda variant: sum(held.bytes for held in variant.held if held.lasts))
-        self._outputs_made_there = 0
-        """Bytes of the outputs that the caller's device computes itself; it gets the others too."""
+        self._outputs_made = [0] * len(codes)
+        """By device, bytes of the outputs that it computes itself. The caller's gets the others too."""
         self._of_inputs = [_by_owner(variant.input_gradient_bytes) for variant in self.variants]
         """By variant, bytes of the gradients of inputs."""
 
@@ -202,7 +202,7 @@ class _Memory:
         until = self.places.last(device, readers, batches)
         if held.lasts:
             until = np.full(len(at), len(self._codes[device]))
-            self._outputs_made_there += held.bytes * len(at) if device == self._callers else 0
+            self._outputs_made[device] += held.bytes * len(at)
         here = until >= 0
         # While its maker runs, a value is part of the maker's own peak; it is freed once its last reader has ended.
         self._enter(device, at[here] + 1, until[here] + 1, held.bytes)
@@ -297,17 +297,22 @@ class _Memory:
         costs, change = self._costs, self._changes[device]
         half_and_half = self._schedule.forwards_before_backwards
         turn = backward_start(self._schedule.orders[device], self._schedule)
-        outside, is_callers = 0, device == self._callers
+        outside, is_callers = 0, self._is_callers(device)
         # Outputs of other devices arrive at the caller's, where the loss is computed.
         if is_callers and (costs.away or half_and_half):
-            change[turn] += self._outputs - self._outputs_made_there
+            change[turn] += self._outputs - self._outputs_made[device]
         if is_callers and half_and_half:
             put_together = self._outputs if self._schedule.microbatches > 1 else 0  # their parts are freed afterwards
             of_loss = self._of_batches(lambda variant: variant.outside_bytes)
             outside = int(np.cumsum(change)[turn]) + max(of_loss, put_together)
             change[turn] += self._of_batches(lambda variant: variant.loss_bytes)
-        change[turn] += sum(self._brought) if costs.away and is_callers else self._brought[device]
+        brings_all = is_callers and (costs.away or (costs.outputs_everywhere and half_and_half))
+        change[turn] += sum(self._brought) if brings_all else self._brought[device]
         return outside
+
+    def _is_callers(self, device: int) -> bool:
+        """Whether the caller gets the outputs on a device."""
+        return device == self._callers or self._costs.outputs_everywhere
 
     def _copies(self, device: int) -> int:
         """Bytes of copies of the caller's tensors, which live for the whole step."""
@@ -317,7 +322,11 @@ class _Memory:
         return _copies(orders[device], self._codes[device], self._steps, costs) if device in costs.away else 0
 
     def _at_end(self, device: int, levels: np.ndarray) -> int:
-        """Bytes at the end of the step: the caller's device holds all gradients, and concatenates those of inputs."""
+        """Bytes at the end of the step: the caller's device holds all gradients, and concatenates those of inputs, and
+        the outputs if they were not put together before."""
+        whole = not self._schedule.forwards_before_backwards
+        merged = self._outputs if whole and self._schedule.microbatches > 1 else 0
+        arrived = self._outputs - self._outputs_made[device] if whole and self._costs.outputs_everywhere else 0
         if self._costs.gradients_everywhere:
             codes = set(self._codes[device].tolist())
             steps = [self._steps[code] for code in codes]
@@ -328,15 +337,15 @@ class _Memory:
                 for owner, size in of_step.items()
                 if owner not in computed
             }
-            return int(levels[len(self._codes[device])]) + sum(others.values())
-        if device in self._costs.away or (device != self._callers and not self._costs.away):
+            return int(levels[len(self._codes[device])]) + sum(others.values()) + arrived + merged
+        if not self._is_callers(device):
             return 0
         variants = self._variant_of[: self._schedule.microbatches].tolist()
         put_together = 0  # inputs are concatenated one after another, and their parts freed
         if len(variants) > 1:
             put_together = sum(max(self._of_inputs[which].values(), default=0) for which in variants)
         if not self._costs.away or self._costs.on_host is not None:
-            return int(levels[len(self._codes[device])]) + put_together if device == self._callers else 0
+            return int(levels[len(self._codes[device])]) + arrived + max(put_together, merged)
         gradients = {
             owner: size
             for variant in self.variants
@@ -344,7 +353,8 @@ class _Memory:
             for owner, size in base.items()
         }
         of_inputs = sum(sum(self._of_inputs[which].values()) for which in variants)
-        return sum(gradients.values()) + of_inputs + put_together + self._outputs + sum(self._brought)
+        together = max(put_together, merged)
+        return sum(gradients.values()) + of_inputs + together + self._outputs + sum(self._brought)
 
 
 def _by_owner(gradients: Mapping[StageAction, Mapping[int, int]]) -> dict[int, int]:

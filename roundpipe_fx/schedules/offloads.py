@@ -121,8 +121,8 @@ def offloads_at_distance(
     return may, must
 
 
-def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], taken: Callable[[int], int]) -> int:
-    """Bytes of the buffers on the host that hold offloaded values.
+def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], taken: Callable[[int], int]) -> list[int]:
+    """For each device, bytes of the buffers on the host that hold its offloaded values.
 
     A buffer serves values of its size, on its device, one after another: from the position at which a value leaves to
     the one at which it is back, where others have left already.
@@ -138,10 +138,10 @@ def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], taken: Cal
             change = changes.setdefault((offload.device, size), Counter())
             change[offload.leaves] += 1
             change[offload.back + 1] -= 1
-    total = 0
+    bytes_of = [0] * len(lengths)
     for (device, size), change in changes.items():
         levels = np.zeros(lengths[device] + 1, dtype=np.int64)
         for place, count in change.items():
             levels[place] += count
-        total += int(np.cumsum(levels).max()) * taken(size)
-    return total
+        bytes_of[device] += int(np.cumsum(levels).max()) * taken(size)
+    return bytes_of

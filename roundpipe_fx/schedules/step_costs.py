@@ -72,6 +72,7 @@ class StepCosts:
         wanted_on_host: numbers of values that leave from the forward to the backward whether or not there is room for
             them; those of one ``held`` are all among them, or none is.
         gradients_everywhere: whether each device gets all gradients at the end of a step, not only its own.
+        outputs_everywhere: whether each device gets the outputs of all, and the loss outside is computed on each.
         transport_bytes: bytes that each device holds of messages in any case, where devices are processes.
         sharded: costs of the parameters that replicas of a device share out; ``None``: they do not.
         network: the links between the devices of many nodes, by which results are sent in place of
@@ -97,6 +98,7 @@ class StepCosts:
     host_bandwidth: float | None = None
     wanted_on_host: frozenset[int] = frozenset()
     gradients_everywhere: bool = False
+    outputs_everywhere: bool = False
     transport_bytes: int = 0
     sharded: ShardedCosts | None = None
     network: Network | None = None

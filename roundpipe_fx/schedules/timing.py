@@ -144,7 +144,8 @@ def simulate_time(
         replicas = ReplicaLink(costs.data_parallel, gathers, costs.buckets(schedule), lengths)
     if costs.network is not None:
         travel = _travel(costs, codes, reads, steps)
-    ends, waves = _run(schedule, codes, reads, carried, travel, seconds, steps, link or replicas)
+    links = [each for each in (link, replicas) if each is not None]
+    ends, waves = _run(schedule, codes, reads, carried, travel, seconds, steps, links)
     # Only ends are noted as it goes: a start follows from its end.
     starts = tuple(end - seconds[codes_of_device] for end, codes_of_device in zip(ends, codes, strict=True))
     peaks = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, windows, offloads, kept)
@@ -159,17 +160,17 @@ def simulate_time(
         kept=tuple(kept),
     )
     clock = np.array([end[-1] if len(end) else 0.0 for end in ends])
+    if links:
+        timing = dataclasses.replace(timing, left=max(each.all_left(clock) for each in links))
     if replicas is not None:
-        return dataclasses.replace(timing, left=replicas.all_left(clock), collective_seconds=tuple(replicas.seconds))
+        timing = dataclasses.replace(timing, collective_seconds=tuple(replicas.seconds))
     if link is None:
         return timing
-    left = link.all_left(clock)
     brought = sum(window.first + window.brought for of_device in windows for window in of_device)
     returned = tuple(size for of_device in windows for window in of_device for size in window.gradients.values())
     return dataclasses.replace(
         timing,
         brought_bytes=brought,
-        left=left,
         offloads=tuple(offloads),
         offload_spans=tuple(map(tuple, link.spans)),
         window_copies=tuple(link.window_copies(clock)),
@@ -240,7 +241,7 @@ def _run(
     travel: np.ndarray,
     seconds: np.ndarray,
     names: list[StageAction],
-    link: HostLink | ReplicaLink | None = None,
+    links: Sequence[HostLink | ReplicaLink] = (),
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Simulate in waves; returns for each device the seconds at which its actions end, and the wave of each action.
 
@@ -281,7 +282,7 @@ def _run(
             raise _deadlock(schedule, devices, at, end_of, reads, carried, codes_now, batch, names)
         runs, place, codes_now, batch = devices[ready], place[ready], codes_now[ready], batch[ready]
         start = np.maximum(clock[runs], latest[ready])
-        if link is not None:
+        for link in links:
             start = np.maximum(start, link.ready(runs, place, clock[runs]))
         end = start + seconds[codes_now]
         clock[runs] = end

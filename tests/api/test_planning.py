@@ -213,6 +213,26 @@ def test_replicas_of_a_pipeline_are_planned_once() -> None:
     assert roundpipe_fx.Plan.from_json(many.to_json()) == many
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_values_of_a_mesh_leave_for_the_host_where_a_budget_there_is_given(shape: tuple[int, int]) -> None:
+    tokens = torch.empty(8, 2048, dtype=torch.long, device="meta")
+    inputs: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
+    common = {"device": "H100", "num_microbatches": 4, "mesh_shape": shape, "schedule": "gpipe", "tiling": "never"}
+    model = _llama(layers=8, width=1024)
+    ample = roundpipe_fx.plan(model, **inputs, memory_budget=1.0, **common)
+    common["memory_budget"] = max(ample.pipeline.peak_bytes) * 55 // 100
+    rooms = (None, 0, "64MiB", "16GiB")
+    without, none, little, much = plans = [
+        roundpipe_fx.plan(model, **inputs, host_budget=room, **common) for room in rooms
+    ]
+    assert not without.timing.offloads and none.pipeline == without.pipeline
+    assert little.host_bytes <= 2**26 and 0 < much.host_bytes <= 2**34 and "pinned on the host" in str(much)
+    seconds = [plan.pipeline.makespan for plan in plans]
+    assert seconds[2] <= seconds[1] > seconds[3]
+    assert all(max(plan.pipeline.peak_bytes) <= common["memory_budget"] for plan in plans)
+
+
 def test_a_mesh_has_two_microbatches_per_device_of_a_replica_by_default() -> None:
     plan = roundpipe_fx.plan(_layers(2, 4), torch.empty(8, 4), device="H100", mesh_shape=(2, 2))
     assert plan.pipeline.microbatches == 4

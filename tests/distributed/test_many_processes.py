@@ -90,6 +90,29 @@ def check_budget(_rank: int, _folder: str) -> None:
         assert peaks[0] >= peaks[1] >= peaks[2]
 
 
+def check_budget_of_outputs(_rank: int, _folder: str) -> None:
+    """Every rank gets the outputs, and the gradients of those that a loss outside reads."""
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 512, bias=False))
+    x = torch.randn(512, 8)
+    for returned in (False, True):
+        options = {"memory_budget": 1.0, "tiling": "never", "dynamic": False}
+        compiled = roundpipe_fx.compile(copy.deepcopy(wide), mesh=_mesh(), num_microbatches=4, **options)
+        compiled.trace(x, labels=x, loss_fn=lambda output, _: output.square().mean())
+        for _ in range(2):
+            compiled.zero_grad()
+            with roundpipe_fx.measure_peak("cpu") as peak:
+                if returned:
+                    results = compiled.forward_backward(
+                        x, labels=x, loss_fn=lambda output, _: output.square().mean(), return_outputs=True
+                    )
+                else:
+                    results = compiled(x)
+                    results.square().mean().backward()
+            del results
+        assert peak.bytes <= compiled.plan.budget, (returned, peak.bytes, compiled.plan.budget)
+
+
 def check_a_budget_that_does_not_count_all(_rank: int, _folder: str) -> None:
     """Messages of unknown size are held to the end of the step: the user is told once, with figures."""
     model, batch = make("experts")
@@ -208,7 +231,7 @@ def check_refusals(_rank: int, _folder: str) -> None:
         ({"devices": ["cpu"]}, "devices="),
         ({"cost": "measured"}, "all must plan alike"),
         ({"deferred_batch_norm": True}, "deferred_batch_norm=True"),
-        ({"host_budget": "1GiB"}, "host_budget='1GiB' is not supported with a mesh"),
+        ({"host_links": 2}, "host_links=2 is not supported with a mesh"),
         ({"mesh": init_device_mesh("cpu", (2,))}, "no dimension 'pp'"),
         ({"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "pp"))}, "dimension 'tp'"),
     ):
@@ -453,6 +476,7 @@ def _dying(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[...
                 check_calls,
                 check_input_gradients,
                 check_budget,
+                check_budget_of_outputs,
                 check_a_budget_that_does_not_count_all,
             ],
         ),

@@ -19,10 +19,12 @@ from torch.distributed.tensor import DTensor
 
 import roundpipe_fx
 from roundpipe_fx.distributed.errors import RemoteError
+from roundpipe_fx.runtime.host_buffers import HostBuffers
 from tests.distributed import parallel_layers as layers
 from tests.distributed.models import MODELS, Net, language_loss, make
 from tests.distributed.parallel_layers import WORDS, BreakingNet, PickingNet, picking_parallel, vocabulary_parallel
 from tests.gpu.processes import on_devices
+from tests.pipeline.steps import Blocks, squares
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA devices"),
@@ -152,6 +154,65 @@ def check_budget(rank: int) -> None:
         assert peaks[0] >= peaks[1] >= peaks[2]
 
 
+def check_host(rank: int) -> None:
+    """Values leave for the host if the user says how much may be there: the same bits, within both budgets."""
+    x, y = torch.randn(2, 4096, 64, generator=torch.Generator().manual_seed(1))
+    buffers: dict[int, HostBuffers] = {}
+    take = HostBuffers.take
+
+    def taken(self: HostBuffers, size: int) -> torch.Tensor:
+        buffers[id(self)] = self
+        return take(self, size)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(HostBuffers, "take", taken)
+        for names, shard in ((("pp",), None), (("dp",), None), (("dp", "pp"), None), (("dp", "pp"), "dp")):
+            steps: list[list[torch.Tensor]] = []
+            budget: float | int = 1.0
+            sent = []
+            for room in (None, 0, "64MiB"):
+                torch.manual_seed(0)
+                model = roundpipe_fx.compile(
+                    Blocks(64, 8, dropout=0.1).cuda(),
+                    mesh=_mesh(*names),
+                    shard=shard,
+                    num_microbatches=8,
+                    memory_budget=budget,
+                    host_budget=room,
+                    tiling="never",
+                    dynamic=False,
+                    stage_compiler="eager",
+                    schedule="gpipe",
+                )
+                model.trace(x.cuda(), labels=y.cuda(), loss_fn=squares)
+                for outside in (False, True):
+                    buffers.clear()
+                    for _ in range(2):
+                        model.zero_grad()
+                        torch.cuda.manual_seed(5)
+                        torch.cuda.synchronize()
+                        torch.cuda.reset_peak_memory_stats()
+                        before = torch.cuda.memory_allocated()
+                        if outside:
+                            loss = squares(model(x.cuda()), y.cuda())
+                            loss.backward()
+                        else:
+                            loss = model.forward_backward(x.cuda(), labels=y.cuda(), loss_fn=squares)
+                        torch.cuda.synchronize()
+                        peak = torch.cuda.max_memory_allocated() - before - 2 * x.nbytes
+                    steps.append([loss.detach(), *(_whole(value.grad) for _, value in model.named_parameters())])
+                    if budget != 1.0:
+                        assert peak <= model.plan.budget, (names, shard, room, outside, rank, peak, model.plan.budget)
+                    in_use = sum(own.bytes for own in buffers.values())
+                    assert in_use <= model.plan.host_bytes <= (2**26 if room else 0)
+                    sent.append(model.plan.host_bytes)
+                if budget == 1.0:
+                    budget = max(model.plan.pipeline.peak_bytes) * 6 // 10
+            for number, step in enumerate(steps):
+                assert all(map(torch.equal, step, steps[number % 2])), (names, shard, number)
+            assert not any(sent[:4]) and sent[4], (names, shard, rank, sent)
+
+
 def check_parallel_layers(rank: int) -> None:
     """Tensor parallel stages: one device's gradients, and a stage that raises raises everywhere."""
     mesh = _mesh("pp", "tp")
@@ -257,6 +318,10 @@ def test_replicas_and_sharded_parameters(tmp_path: Path) -> None:
 
 def test_budgets(tmp_path: Path) -> None:
     on_devices(4, [check_budget], tmp_path)
+
+
+def test_values_on_the_host(tmp_path: Path) -> None:
+    on_devices(4, [check_host], tmp_path)
 
 
 def test_parallel_layers(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -34,6 +35,28 @@ def test_no_step_allocates_more_than_predicted(schedule: str, checkpoint: str) -
         assert peak.bytes <= sum(planned.peak_bytes)
         # Two workers need not be at their peaks at the same time: how far below they stay depends on their timing.
         assert len(devices) == 2 or planned.peak_bytes[0] <= 1.05 * peak.bytes
+
+
+@pytest.mark.parametrize("devices", [["cpu"], CPUS])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_outputs_that_are_returned_are_counted(devices: Sequence[str], microbatches: int) -> None:
+    """In the end those of all microbatches are put together."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 512, bias=False))
+    x = torch.randn(512, 8)
+    compiled = roundpipe_fx.compile(
+        model, devices=devices, num_microbatches=microbatches, memory_budget=1.0, tiling="never"
+    )
+    for _ in range(2):
+        compiled.zero_grad()
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            results = compiled.forward_backward(
+                x, labels=x, loss_fn=lambda output, _: output.square().mean(), return_outputs=True
+            )
+        del results
+    plan = compiled.plan
+    assert peak.bytes <= sum(plan.pipeline.peak_bytes) and max(plan.pipeline.peak_bytes) <= plan.budget
+    assert len(devices) == 2 or plan.pipeline.peak_bytes[0] <= 1.01 * peak.bytes
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

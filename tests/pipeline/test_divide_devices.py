@@ -191,6 +191,7 @@ def test_more_replicas_than_microbatches_are_no_division() -> None:
         ({"devices": 4, "memory_budget": 0.5}, "a share means other bytes for each way to divide devices"),
         ({"devices": 4, "schedule": roundpipe_fx.Schedule.parse("0: F0.0 B0.0")}, "and a Schedule exclude each other"),
         ({"devices": 4, "offloaded": True}, "exclude each other"),
+        ({"devices": 4, "host_budget": "1GiB"}, "mesh_shape=4 and host_budget= exclude each other"),
         ({"devices": 2, "memory_budget": 1000, "schedule": "1f1b"}, "none of .* ways to divide 2 devices fits"),
     ],
 )

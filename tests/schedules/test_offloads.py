@@ -269,9 +269,9 @@ def test_no_fewer_values_of_one_size_would_do(covering: tuple[list[Offload], np.
 
 def test_buffers_serve_one_value_after_another() -> None:
     one, two = _offload(0, ((0, 12),), 1, 2, 3, 4), _offload(1, ((0, 12),), 5, 5, 6, 7)
-    assert buffer_bytes([one, two], [8], int) == 12
-    assert buffer_bytes([one, two], [8], lambda size: size + 4) == 16
-    assert buffer_bytes([one, dataclasses.replace(two, leaves=4)], [8], int) == 24
-    assert buffer_bytes([one, dataclasses.replace(two, values=((0, 13),))], [8], int) == 25
-    assert buffer_bytes([one, dataclasses.replace(two, device=1)], [8, 8], int) == 24
-    assert buffer_bytes([], [8], int) == 0
+    assert buffer_bytes([one, two], [8], int) == [12]
+    assert buffer_bytes([one, two], [8], lambda size: size + 4) == [16]
+    assert buffer_bytes([one, dataclasses.replace(two, leaves=4)], [8], int) == [24]
+    assert buffer_bytes([one, dataclasses.replace(two, values=((0, 13),))], [8], int) == [25]
+    assert buffer_bytes([one, dataclasses.replace(two, device=1)], [8, 8], int) == [12, 12]
+    assert buffer_bytes([], [8], int) == [0]

@@ -216,7 +216,8 @@ def test_what_stays_and_what_is_brought_count_for_every_microbatch() -> None:
         base_bytes={(ActionKind.BACKWARD, 0): {0: 100}},
         brought_bytes={(ActionKind.BACKWARD, 0): 5},
     )
-    assert simulate_time(gpipe(1, 1, 3), graph, costs).peak_bytes == (100 + 3 * 5 + 3 * 2,)
+    put_together = 3 * 2  # outputs exist twice then
+    assert simulate_time(gpipe(1, 1, 3), graph, costs).peak_bytes == (100 + 3 * 5 + 3 * 2 + put_together,)
 
 
 def test_devices_that_are_not_the_callers_have_copies_and_he_gets_their_gradients() -> None:
@@ -264,7 +265,8 @@ def test_the_callers_device_has_the_outputs_and_incoming_gradients_of_others(hal
         schedule = gpipe(2, 2, 3)
         peaks = simulate_time(schedule.halves() if halves else schedule, graph, costs).peak_bytes
         with_gradients = 3 * 7 + 3 * 5
-        callers = max(with_gradients, 2 * 3 * 7 if halves else 0)  # outputs exist twice while they are put together
+        # Outputs exist twice while they are put together: before the backward, or in the end.
+        callers = max(with_gradients, 2 * 3 * 7) if halves else with_gradients + 3 * 7
         assert peaks == ((callers, with_gradients) if away == 1 else (0, callers))
 
 
