@@ -142,10 +142,25 @@ def within_budget(
         if allowed is not None and least.peak > allowed:
             raise _refusal(allowed, least.peak, cut.structure, pipelining)
         fitting = [least]
-    best = min(fitting, key=lambda attempt: (attempt.timing.makespan, attempt.seconds, attempt.peak))
+    best = _shortest_of(fitting)
     if pipelining.workers > 1:
-        best = with_waits_filled(best, fitting, attempts.with_candidate, split, pipelining.microbatches, limit)
+        fill = functools.partial(
+            with_waits_filled,
+            attempt=attempts.with_candidate,
+            split=split,
+            microbatches=pipelining.microbatches,
+            limit=limit,
+        )
+        best = fill(best, fitting)
+        alone = [attempt for attempt in fitting if attempt in tried and attempt.pipeline.offload is None]
+        if len(alone) < len(fitting) and alone:  # plans for the link may be filled less well than those without it
+            best = min(best, fill(_shortest_of(alone), alone), key=lambda attempt: attempt.timing.makespan)
     return chosen_among([*tried, *priced], best, max(limit, best.peak), allowed)
+
+
+def _shortest_of(attempts: Sequence[Attempt]) -> Attempt:
+    """The attempt with the shortest step; of several the one that recomputes least."""
+    return min(attempts, key=lambda attempt: (attempt.timing.makespan, attempt.seconds, attempt.peak))
 
 
 def _with_all_gathered(attempt: Attempt) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import roundpipe_fx
+from roundpipe_fx.runtime.device_streams import AcceleratorDeviceStreams
 from roundpipe_fx.runtime.host_buffers import HostBuffers
 from roundpipe_fx.runtime.value_offloading import ValueOffloading
 from tests.comparison import Step, assert_bitwise
@@ -250,6 +253,41 @@ def test_a_step_after_one_that_failed_has_its_bits(monkeypatch: pytest.MonkeyPat
         patched.setattr(ValueOffloading, "reload", failing)
         with pytest.raises(OSError, match="a device was lost"):
             compiled.forward_backward(x, labels=y, loss_fn=squares)
+    assert all(parameter.grad is None for parameter in own.parameters())
+    torch.manual_seed(0)
+    loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
+    assert compiled.plan.timing.offloads
+    assert_bitwise(left_behind(own, loss), reference)
+
+
+def test_a_step_after_an_interrupted_one_has_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies are still on their way when the caller is interrupted, into memory that is freed."""
+    model = Blocks(WIDTH, 8).cuda()
+    reference, ample, _ = _stepped(model)
+    own = copy.deepcopy(model)
+    compiled = _compiled(own, memory_budget=_between(model, ample, 0.2))
+    x, y = _batch()
+    interrupted: list[int] = []
+    synchronized: list[torch.device] = []
+    reload, synchronize = ValueOffloading.reload, AcceleratorDeviceStreams.synchronize_copies
+
+    def interrupting(self: ValueOffloading, place: int) -> None:
+        reload(self, place)
+        if self._at(place).reloads and not interrupted:
+            interrupted.append(place)
+            _thread.interrupt_main()
+            time.sleep(0.5)  # until it has noticed
+
+    def counting(self: AcceleratorDeviceStreams) -> None:
+        synchronized.append(self.device)
+        synchronize(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ValueOffloading, "reload", interrupting)
+        patched.setattr(AcceleratorDeviceStreams, "synchronize_copies", counting)
+        with pytest.raises(KeyboardInterrupt):
+            compiled.forward_backward(x, labels=y, loss_fn=squares)
+    assert synchronized
     assert all(parameter.grad is None for parameter in own.parameters())
     torch.manual_seed(0)
     loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
