@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import roundpipe_fx
+from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.runtime.device_streams import AcceleratorDeviceStreams
 from roundpipe_fx.runtime.host_buffers import HostBuffers
 from roundpipe_fx.runtime.value_offloading import ValueOffloading
@@ -293,3 +294,32 @@ def test_a_step_after_an_interrupted_one_has_its_bits(monkeypatch: pytest.Monkey
     loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
     assert compiled.plan.timing.offloads
     assert_bitwise(left_behind(own, loss), reference)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_slow_link_makes_no_step_longer_than_without_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where recomputation has filled the waits of the devices: plans for the link leave less of it to fill."""
+    monkeypatch.setattr(Pipelining, "host_bandwidth", lambda self, bandwidth: 1e8)
+    model = Blocks(WIDTH, 4).cuda()
+    x = _batch()[0][:1024].clone()
+
+    def planned(budget: int | None, **options: Any) -> roundpipe_fx.Plan:
+        own = copy.deepcopy(model)
+        compiled = _compiled(
+            own,
+            num_microbatches=2,
+            devices=["cuda:0", "cuda:1"],
+            schedule="gpipe",
+            memory_budget=budget,
+            **options,
+        )
+        return compiled.trace(x, labels=x, loss_fn=squares)
+
+    top = max(planned(None).timing.peak_bytes)
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
+        planned(1, host_budget=0)
+    least = refused.value.minimum
+    for share in (0.1, 0.3, 0.5, 0.7):
+        budget = int(least + share * (top - least))
+        without = planned(budget, host_budget=0)
+        assert planned(budget).pipeline.makespan <= without.pipeline.makespan
