@@ -324,9 +324,14 @@ def _best_of(
 
 
 def _may_be_in_pieces(setting: Setting, pipelining: Pipelining, name: str, like: Structure | None) -> bool:
-    """Whether a device's stage may be several, of which values leave for the host while the others run."""
+    """Whether a device's stage may be several, of which values leave for the host while the others run.
+
+    Not an offloaded model's: its gradients are summed by residency window, so in other windows they are rounded
+    otherwise than in a step in which everything stays.
+    """
     return (
         setting.context.training
+        and not pipelining.offloaded
         and name in _IN_PIECES
         and setting.options.stages == "auto"
         and has_host(setting, pipelining)

@@ -145,6 +145,7 @@ def within_budget(
         fitting = [least]
     best = min(fitting, key=lambda attempt: (attempt.timing.makespan, attempt.seconds, attempt.peak))
     if pipelining.workers > 1:
+        # Without those that were made for the link, so that a step is not longer than if there was no host.
         fitting = [attempt for attempt in recomputing if attempt.peak <= limit]
         best = with_waits_filled(best, fitting, attempts.with_candidate, split, pipelining.microbatches, limit)
     return chosen_among([*tried, *priced], best, max(limit, best.peak), allowed)

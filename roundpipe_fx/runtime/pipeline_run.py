@@ -141,8 +141,10 @@ def run_pipeline(
     for device_streams in workers.all_device_streams:
         device_streams.prepare(run.caller_device, workers.devices)
     workers.submit(run.work)
+    interrupted = True
     try:
         run.wait()
+        interrupted = False
     except BaseException:
         run.stop()
         run.wait()
@@ -151,7 +153,8 @@ def run_pipeline(
         for device_streams in workers.all_device_streams:
             # After a failure too: work that was issued may still read what the caller is about to free.
             device_streams.finish()
-            if on_host or (offloads and run.failure is not None):  # else a step waits for its copies by itself
+            broken_off = interrupted or run.failure is not None
+            if on_host or (offloads and broken_off):  # else a step waits for its copies by itself
                 device_streams.synchronize_copies()
     try:
         run.transport.end_run(run.failure, run.outputs)

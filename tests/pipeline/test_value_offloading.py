@@ -55,6 +55,25 @@ def test_what_fits_stays_and_what_does_not_leaves_with_the_same_bits() -> None:
     assert measured <= all_there - (needed - plan.timing.peak_bytes[0])
 
 
+def test_stages_keep_their_windows_so_that_sums_keep_their_bits() -> None:
+    model = Blocks(WIDTH, 4)
+    x, y = torch.randn(2, 2048, WIDTH)
+
+    def stepped(budget: float) -> tuple[Step, roundpipe_fx.Plan]:
+        own = copy.deepcopy(model)
+        compiled = roundpipe_fx.compile(
+            own, devices=["cpu"], num_microbatches=8, schedule="1f1b", memory_budget=budget, tiling="never"
+        )
+        loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
+        return left_behind(own, loss), compiled.plan
+
+    reference, ample = stepped(1.0)
+    found, plan = stepped(0.2)
+    assert plan.recompute_seconds > 0 == ample.recompute_seconds
+    assert len(plan.stages) == len(ample.stages)
+    assert_bitwise(found, reference)
+
+
 @pytest.mark.long
 def test_a_smaller_budget_can_be_met_than_by_recomputing_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Blocks(WIDTH, 6)
