@@ -105,15 +105,18 @@ def check_host_memory(needed: HostMemory, budget: int | None) -> None:
     """
     if budget is None or needed.total <= budget:
         return
-    parts = [f"{bytes_text(needed.weights)} for weights", f"{bytes_text(needed.gradients)} for gradients"]
-    if needed.values:
-        parts.append(f"{bytes_text(needed.values)} for values that leave the devices")
-    if needed.optimizer:
-        parts.append(f"{bytes_text(needed.optimizer)} for the optimizer's state and copies of parameters")
+    named = (
+        (needed.weights, "weights"),
+        (needed.gradients, "gradients"),
+        (needed.values, "values that leave the devices"),
+        (needed.optimizer, "the optimizer's state and copies of parameters"),
+    )
+    parts = [f"{bytes_text(size)} for {name}" for size, name in named if size]
+    listed = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
     less = "a larger memory_budget, so that fewer values leave, " if needed.values else ""
     raise HostMemoryError(
         f"a step needs {needed.total} bytes ({bytes_text(needed.total)}) of memory on the host: "
-        f"{', '.join(parts[:-1])} and {parts[-1]}; the host_budget is {budget} bytes ({bytes_text(budget)}). Give "
+        f"{listed}; the host_budget is {budget} bytes ({bytes_text(budget)}). Give "
         f"{less}a smaller batch, or a host_budget of at least that if the host has it.",
         needed.total,
     )

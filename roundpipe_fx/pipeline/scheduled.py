@@ -8,10 +8,11 @@ from typing import NamedTuple
 from roundpipe_fx.distributed.gathering import kept_of
 from roundpipe_fx.pipeline.captured_calls import CapturedCalls
 from roundpipe_fx.pipeline.graph import union
-from roundpipe_fx.pipeline.unequal import check_together, costs_of_others
+from roundpipe_fx.pipeline.unequal import check_host_together, check_together, costs_of_others
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, instructions_of
 from roundpipe_fx.runtime.value_offloading import OffloadSteps, offload_steps_of
 from roundpipe_fx.schedules import Action, ActionKind
+from roundpipe_fx.schedules.schedule import KINDS
 from roundpipe_fx.schedules.sharding import KeptGathered
 
 __all__ = ["Scheduled", "reads_left_elsewhere", "scheduled_run"]
@@ -41,6 +42,7 @@ def scheduled_run(captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None)
         kinds: which kinds of actions the run consists of; ``None``: all.
 
     Raises:
+        HostMemoryError: the values that leave need more than the host's budget together.
         InvalidScheduleError: a given schedule does not fit.
         UnequalMicrobatchesError: the microbatches do not fit together.
     """
@@ -53,8 +55,10 @@ def scheduled_run(captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None)
     kept = pipeline.kept(whole, graph, others)
     if pipeline.allowed is not None:
         check_together(whole, graph, pipelines, offloads, kept)
+    check_host_together(whole, graph, pipelines, offloads)
     schedule = whole if kinds is None else whole.only(*kinds)
-    instructions = instructions_of(schedule, captured.programs, left=kinds == (ActionKind.FORWARD,))
+    later = whole.only(*KINDS[1:]) if kinds == (ActionKind.FORWARD,) else None
+    instructions = instructions_of(schedule, captured.programs, later)
     steps = offload_steps_of(whole, instructions, offloads, kinds) if offloads else []
     # The programs are referred to, so that their identities are not reused.
     return Scheduled(instructions, steps, kept_of(whole, instructions, kept), captured.programs)

@@ -15,7 +15,7 @@ import torch
 
 from roundpipe_fx.runtime.stage_collectives import Collective
 from roundpipe_fx.runtime.stage_compiler import Boxed
-from roundpipe_fx.schedules import Action, ActionKind, Schedule, StageAction, StageGraph
+from roundpipe_fx.schedules import Action, Schedule, StageAction, StageGraph
 
 __all__ = ["Gradient", "Instruction", "PipelineProgram", "Source", "StepCode", "instructions_of", "last_uses"]
 
@@ -134,15 +134,14 @@ class Instruction:
 
 
 def instructions_of(
-    schedule: Schedule, programs: Sequence[PipelineProgram], left: bool = False
+    schedule: Schedule, programs: Sequence[PipelineProgram], later: Schedule | None = None
 ) -> list[list[Instruction]]:
     """The instructions of each device.
 
     Args:
-        schedule: a valid schedule, or its actions of some kinds. Values that other kinds of actions read are left for
-            a later run.
+        schedule: a valid schedule, or its forwards or backwards.
         programs: the program of each microbatch. Actions that a microbatch's program does not have are skipped.
-        left: whether gradients are left for a later run too, because the backward is one.
+        later: the backwards of a schedule's forwards, if they are a later run: what they read, and gradients, are left.
     """
     orders = [
         [action for action in schedule.actions(device) if action.step in programs[action.microbatch].steps]
@@ -154,17 +153,21 @@ def instructions_of(
         for action in order:
             where[action.microbatch][action.step] = device
             sequences[device][action.microbatch].append(action.step)
+    where_later: list[dict[StageAction, int]] = [{} for _ in programs]
+    for device in range(later.devices if later is not None else 0):
+        for action in later.actions(device) if later is not None else ():
+            where_later[action.microbatch][action.step] = device
     known: dict[tuple[object, ...], dict[StageAction, Instruction]] = {}
     made: list[list[Instruction]] = []
     for device, order in enumerate(orders):
         of_device = []
         for action in order:
             batch = action.microbatch
-            places = tuple(where[batch].items())
+            places = (*where[batch].items(), *where_later[batch].items())
             key = (device, id(programs[batch]), places, tuple(sequences[device][batch]), batch)
             if key not in known:
                 known[key] = _of_microbatch(
-                    device, batch, programs[batch], where[batch], sequences[device][batch], left
+                    device, batch, programs[batch], where[batch], sequences[device][batch], where_later[batch]
                 )
             of_device.append(known[key][action.step])
         made.append(of_device)
@@ -179,7 +182,7 @@ class _Readers:
         last: by value, the stage action of this device that reads it last.
         devices: by value, the devices that read it.
         waiting: by stage action, the devices that wait for it, whether they read a value of it or not.
-        later: values that a later run reads.
+        later: values that the device keeps for a later run.
     """
 
     last: Mapping[int, StageAction]
@@ -189,30 +192,42 @@ class _Readers:
 
     @classmethod
     def of(
-        cls, program: PipelineProgram, where: Mapping[StageAction, int], sequence: Sequence[StageAction]
+        cls,
+        device: int,
+        program: PipelineProgram,
+        where: Mapping[StageAction, int],
+        sequence: Sequence[StageAction],
+        where_later: Mapping[StageAction, int],
     ) -> _Readers:
         """The readers under a schedule.
 
         Args:
+            device: the device.
             program: of the microbatch.
             where: by stage action of this run, its device.
             sequence: the stage actions of this device, in order.
+            where_later: by stage action of a later run, its device.
         """
         last: dict[int, StageAction] = {}
         for step in sequence:
             last.update(dict.fromkeys(_values(program.steps[step]), step))
         devices: dict[int, set[int]] = {}
         waiting: dict[StageAction, set[int]] = {}
-        for step, device in where.items():
+        for step, reading in where.items():
             for source in program.graph.reads[step]:
-                waiting.setdefault(source, set()).add(device)
+                waiting.setdefault(source, set()).add(reading)
             for value in _values(program.steps[step]):
-                devices.setdefault(value, set()).add(device)
+                devices.setdefault(value, set()).add(reading)
+        later_devices: dict[int, set[int]] = {}
+        for step, reading in where_later.items():
+            for value in _values(program.steps[step]) if step in program.steps else ():
+                later_devices.setdefault(value, set()).add(reading)
+        made = {number for step in sequence for number in program.steps[step].outputs}
         later = {
             value
-            for step, code in program.steps.items()
-            if step not in where and step[0] is not ActionKind.FORWARD
-            for value in _values(code)
+            for value, reading_later in later_devices.items()
+            # Who has it and reads it again keeps it; if there is nobody, who made it does, as others get it from there.
+            if device in reading_later or (value in made and not reading_later & devices.get(value, set()))
         }
         return cls(last, devices, waiting, later)
 
@@ -228,7 +243,7 @@ def _of_microbatch(
     program: PipelineProgram,
     where: Mapping[StageAction, int],
     sequence: Sequence[StageAction],
-    left: bool,
+    where_later: Mapping[StageAction, int],
 ) -> dict[StageAction, Instruction]:
     """The instructions of a device for one microbatch, by stage action.
 
@@ -238,9 +253,10 @@ def _of_microbatch(
         device 0   F0.0 makes v ── sends v ── F0.1 ─────────────── B0.0 reads v, which dies
         device 1                      └─▶ receives v, F1.0 reads v ── B1.0 reads v, which dies
     """
-    readers = _Readers.of(program, where, sequence)
+    readers = _Readers.of(device, program, where, sequence, where_later)
     outputs = _places(program.outputs)
     gradients = _places([gradient.source for gradient in program.gradients])
+    left = bool(where_later)
     later = readers.later | gradients.keys() if left else readers.later
     instructions: dict[StageAction, Instruction] = {}
     received: set[StageAction] = set()

@@ -132,15 +132,9 @@ class ValueOffloading:
         self._away = away
         self._copied: dict[Offload, Any] = {}
         """By offload, the marker of its latest copies."""
-        if steps:
-            self._buffers.keep(
-                {
-                    size
-                    for steps_of_device in steps.values()
-                    for offload in steps_of_device.leaves
-                    for _, size in offload.values
-                }
-            )
+        sizes = {size for of_place in steps.values() for offload in of_place.leaves for _, size in offload.values}
+        if sizes:
+            self._buffers.keep(sizes)
 
     def leave(self, place: int) -> None:
         """Begin to copy what leaves before an instruction; called first."""

@@ -323,3 +323,28 @@ def test_a_slow_link_makes_no_step_longer_than_without_a_host(monkeypatch: pytes
         budget = int(least + share * (top - least))
         without = planned(budget, host_budget=0)
         assert planned(budget).pipeline.makespan <= without.pipeline.makespan
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices")
+def test_who_made_what_another_device_reads_does_not_keep_it() -> None:
+    """Between forwards and backwards a value is where it is read next; the model is on the host here."""
+    model = Blocks(32, 8)
+    x, y = (value[:, :32] for value in _batch())
+    x, y = x[:510].cpu(), y[:510].cpu()
+
+    def compiled_for(budget: int) -> roundpipe_fx.CompiledModule:
+        devices = ["cuda:0", "cuda:1", "cuda:2"]
+        own = copy.deepcopy(model)
+        return _compiled(own, num_microbatches=3, devices=devices, schedule="interleaved", memory_budget=budget)
+
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
+        compiled_for(1)(x)
+    for budget in (refused.value.minimum, refused.value.minimum * 11 // 10):
+        compiled = compiled_for(budget)
+        for _ in range(2):
+            compiled.zero_grad()
+            with contextlib.ExitStack() as stack:
+                peaks = [stack.enter_context(roundpipe_fx.measure_peak(f"cuda:{device}")) for device in range(3)]
+                squares(compiled(x), y).backward()
+        assert all(peak.bytes <= planned for peak, planned in zip(peaks, compiled.plan.timing.peak_bytes, strict=True))
+        assert max(compiled.plan.timing.peak_bytes) <= budget

@@ -14,6 +14,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.analysis.cost import DEVICES
+from roundpipe_fx.pipeline import unequal
 from roundpipe_fx.runtime.host_buffers import HostBuffers
 from roundpipe_fx.schedules import choose_offloads
 from tests.comparison import Step, assert_bitwise
@@ -179,3 +180,32 @@ def test_the_plan_counts_the_host_and_a_host_budget_is_kept_or_refused_before_an
     for wrong, error in ((1.0, TypeError), (True, TypeError), (-1, ValueError), ("much", ValueError)):
         with pytest.raises(error, match="host_budget"):
             planned(wrong)
+
+
+@pytest.mark.long
+def test_a_host_budget_is_for_microbatches_of_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that is not divisible has buffers of two sizes: what they need together is refused if it is too much."""
+    x, y = torch.randn(2, 2048, WIDTH)
+    model = Blocks(WIDTH, 4)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    for room in (2**30, 2 * weights + 1):
+        monkeypatch.setattr(unequal, "host_budget_of", lambda *_, room=room: room)
+        compiled = roundpipe_fx.compile(
+            model,
+            devices=["cpu"],
+            num_microbatches=8,
+            memory_budget=11_000_000,
+            tiling="never",
+            loss_reduction="sum",
+            dynamic=False,
+        )
+        compiled.forward_backward(x, labels=y, loss_fn=squares)  # all have one size
+        assert compiled.plan.timing.offloads
+        compiled.zero_grad()
+        if room == 2**30:
+            compiled.forward_backward(x[:2044], labels=y[:2044], loss_fn=squares)
+        else:
+            with pytest.raises(roundpipe_fx.HostMemoryError, match="for values that leave the devices") as refused:
+                compiled.forward_backward(x[:2044], labels=y[:2044], loss_fn=squares)
+            assert refused.value.needed > room and all(p.grad is None for p in model.parameters())
+        compiled.zero_grad()
