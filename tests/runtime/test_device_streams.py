@@ -297,15 +297,16 @@ def test_what_a_forward_has_left_is_read_by_another_worker(ledger: Ledger, devic
     tangents = [[ledger.make(home, caller)]]
     streams = [RandomStream(torch.empty(0))]
 
-    def run(schedule: str, given: list[dict[int, Any]]) -> list[dict[int, Any]]:
-        instructions = instructions_of(Schedule.parse(schedule), [program])
+    def run(schedule: str, given: list[dict[int, Any]], later: Schedule | None = None) -> list[dict[int, Any]]:
+        instructions = instructions_of(Schedule.parse(schedule), [program], later)
         return run_pipeline(workers, instructions, [program], primals, tangents, streams, given).values
 
     try:
-        left = run("F0.0 F1.0\n1:", [])
+        backward = "0:\n1: R1.0 R0.0 B1.0 B0.0"
+        left = run("F0.0 F1.0\n1:", [], Schedule.parse(backward))
         made = {number: value for number, value in left[0].items()}
         assert sorted(made) == [0, 1]
-        run("0:\n1: R1.0 R0.0 B1.0 B0.0", left)
+        run(backward, left)
     finally:
         workers.close()
     other = workers.all_device_streams[1]
