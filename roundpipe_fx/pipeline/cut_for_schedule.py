@@ -25,19 +25,17 @@ from roundpipe_fx.budget import available_memory
 from roundpipe_fx.compiler.lower import asked_budget
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
-from roundpipe_fx.ir.segment import StageCut
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.pipeline.lowered_pipeline import Structure
 from roundpipe_fx.pipeline.same_segments import OperationKey, same_boundaries, segment_starts, starts_like
 from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.pipeline.stages_in_pieces import pieces_of
 from roundpipe_fx.schedules import Schedule
 from roundpipe_fx.schedules.balance_offloaded_stages import Weights, balance_offloaded_stages
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition, balance_roundpipe_stages
 
 __all__ = ["CutGraph", "cut_for_schedule", "weight_limits"]
 
-_PIECES = 64
-"""Of all stages, at most: each takes a call for each microbatch."""
 _WEIGHT_SHARES = (1 / 2, 1 / 4, 1 / 8)
 """Shares of the budget for an offloaded model's weights and their gradients; the rest is for computed values."""
 _AVERAGED_BYTES = 1 << 24
@@ -79,8 +77,7 @@ def cut_for_schedule(
         name: of the schedule.
         like: how the graph of another microbatch of the same step was cut.
         weight_limit: bytes that an offloaded model's weights may take on a device; ``None``: as few as possible.
-        in_pieces: whether each stage becomes as many as it has segments, of the same device, so that values have other
-            actions of the device beside which they are copied to the host and back.
+        in_pieces: whether stages are in pieces (:mod:`roundpipe_fx.pipeline.stages_in_pieces`).
 
     Raises:
         ValueError: a stage name that does not exist in the model.
@@ -113,20 +110,13 @@ def cut_for_schedule(
                 stage_starts=tuple(boundaries[first] for first in like.cut) if boundaries else None
             )
         if in_pieces:
-            setting = setting.knowing(stage_starts=_pieces(setting.run(joint.copy(), PassLevel.SEGMENTED).cuts))
+            setting = setting.knowing(stage_starts=pieces_of(setting.run(joint.copy(), PassLevel.SEGMENTED).cuts))
         joint = setting.run(joint, PassLevel.SEGMENTED)
         cut = tuple(stage.first for stage in joint.cuts)
     joint = setting.run(joint, PassLevel.STAGED)
     return CutGraph(
         joint=joint, setting=setting, structure=Structure(name, len(joint.segments), cut, segment_starts(joint))
     )
-
-
-def _pieces(cuts: Sequence[StageCut]) -> list[int]:
-    """The first segments of the stages that some stages are divided into, each into as many."""
-    sizes = [cut.last - cut.first + 1 for cut in cuts]
-    count = max(min(min(sizes), _PIECES // len(cuts)), 1)
-    return [cut.first + piece * size // count for cut, size in zip(cuts, sizes, strict=True) for piece in range(count)]
 
 
 def _stages_asked(setting: Setting, pipelining: Pipelining, name: str) -> int | str | tuple[str, ...]:

@@ -7,7 +7,7 @@ step takes, and how many bytes each device holds with the microbatches in flight
     for the graph, then with more and more of it in tiles               _within_budget_or_in_tiles
         for each schedule that was asked for (one; with "auto" all)     _best_of
             for each limit on an offloaded model's weights                  until one fits
-                with stages in pieces too where values may leave for the host   _in_pieces_if_shorter
+                with stages in pieces too where values may leave        in_pieces_if_shorter
                 cut the graph for the schedule                          cut_for_schedule
                 choose what is recomputed:
                     inference                                           nothing
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -46,9 +47,10 @@ from roundpipe_fx.pipeline.cut_for_schedule import CutGraph, cut_for_schedule, w
 from roundpipe_fx.pipeline.distributed import refuse_distributed, refuse_other_groups
 from roundpipe_fx.pipeline.divide_devices import NoDivisionError, divisions_of, lower_divided, pipelining_of
 from roundpipe_fx.pipeline.host_memory import check_host_memory, host_budget_of, host_memory_of
-from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, Variant, has_host, variant_of
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, Variant, variant_of
 from roundpipe_fx.pipeline.segment_costs import segment_costs
 from roundpipe_fx.pipeline.settings import SCHEDULES, Pipelining
+from roundpipe_fx.pipeline.stages_in_pieces import in_pieces_if_shorter, may_be_in_pieces
 from roundpipe_fx.pipeline.step_bound import Division, StepBounds
 from roundpipe_fx.pipeline.within_budget import within_budget
 from roundpipe_fx.remat.save_policy import SavePolicy, save_slot_inputs
@@ -60,8 +62,6 @@ log = logging.getLogger(__name__)
 
 _VARIANTS = {"always": ("full", "full"), "never": ("none", "none"), "except_last": ("full", "none")}
 """Save policies of all microbatches but the last, and of the last one, by the option ``checkpoint``."""
-_IN_PIECES = ("gpipe", "1f1b")
-"""Schedules in which a device has consecutive stages, as many as there are."""
 _TRIED = 3
 """So many of the tiles that the chain of segments finds best are tried where tiles are taken wherever they pay."""
 
@@ -302,11 +302,19 @@ def _best_of(
         if name in fits:
             continue
         spare = joint.copy() if len(candidates) > 1 else joint
+        lower = functools.partial(
+            _lower_for_schedule,
+            pipelining=pipelining,
+            name=name,
+            like=like,
+            forwards_before_backwards=forwards_before_backwards,
+            weight_limit=limit,
+        )
         try:
-            if _may_be_in_pieces(setting, pipelining, name, like):
-                tried = _in_pieces_if_shorter(spare, setting, pipelining, name, forwards_before_backwards)
+            if like is None and may_be_in_pieces(setting, pipelining, name):
+                tried = in_pieces_if_shorter(spare, lower, setting, pipelining.microbatches)
             else:
-                tried = _lower_for_schedule(spare, setting, pipelining, name, like, forwards_before_backwards, limit)
+                tried = lower(spare, setting)
         except InfeasibleBudgetError as error:
             # Limits on weights are shares of the budget: the least that can be met must not depend on what was asked.
             if limit is None:
@@ -321,68 +329,6 @@ def _best_of(
         assert refused is not None
         raise refused
     return best[1]
-
-
-def _may_be_in_pieces(setting: Setting, pipelining: Pipelining, name: str, like: Structure | None) -> bool:
-    """Whether a device's stage may be several, of which values leave for the host while the others run.
-
-    Not an offloaded model's: its gradients are summed by residency window, so in other windows they are rounded
-    otherwise than in a step in which everything stays.
-    """
-    return (
-        setting.context.training
-        and not pipelining.offloaded
-        and name in _IN_PIECES
-        and setting.options.stages == "auto"
-        and has_host(setting, pipelining)
-        and pipelining.sends_unasked
-        and not pipelining.sharded
-        and pipelining.checkpoint is None
-        and like is None
-    )
-
-
-def _in_pieces_if_shorter(
-    joint: JointGraph, setting: Setting, pipelining: Pipelining, name: str, forwards_before_backwards: bool
-) -> LoweredPipeline:
-    """The pipeline for a schedule, with its stages in pieces if it recomputes otherwise and its step is shorter so.
-
-    Args:
-        joint: the graph of a microbatch; it is rewritten.
-        setting: what lowering knows besides the graph.
-        pipelining: the user's.
-        name: of the schedule.
-        forwards_before_backwards: whether all forwards run before all backwards.
-
-    Raises:
-        InfeasibleBudgetError: some device needs more than the budget at the least.
-    """
-    halves = forwards_before_backwards
-    whole: LoweredPipeline | InfeasibleBudgetError
-    try:
-        whole = _lower_for_schedule(joint.copy(), setting, pipelining, name, None, halves, None)
-    except InfeasibleBudgetError as error:
-        whole = error
-    options, within = setting.options, setting
-    if isinstance(whole, LoweredPipeline):
-        if not whole.main.lowered.recompute_seconds:
-            return whole
-        assert whole.budget is not None
-        if isinstance(options.memory_budget, float):  # a share of what whole stages need, as bytes
-            as_bytes = math.ceil(whole.budget / setting.share)
-            within = setting.knowing(options=dataclasses.replace(options, memory_budget=as_bytes))
-    try:
-        tried = _lower_for_schedule(joint, within, pipelining, name, None, halves, None, in_pieces=True)
-    except InfeasibleBudgetError as error:
-        if isinstance(whole, LoweredPipeline):
-            return whole
-        raise min(whole, error, key=lambda refused: refused.minimum) from None
-    tried = dataclasses.replace(tried, allowed=tried.allowed if within is setting else None)
-    if isinstance(whole, InfeasibleBudgetError):
-        return tried
-    makespans = [pipeline.predict(pipelining.microbatches).makespan for pipeline in (whole, tried)]
-    log.info("stages in pieces: %.3f ms after %.3f", makespans[1] * 1e3, makespans[0] * 1e3)
-    return tried if tried.offload is not None and makespans[1] < makespans[0] else whole
 
 
 def _lower_for_schedule(
@@ -405,7 +351,7 @@ def _lower_for_schedule(
         like: how the graph of another microbatch of the same step was cut.
         forwards_before_backwards: whether all forwards run before all backwards.
         weight_limit: bytes that an offloaded model's weights may take on a device.
-        in_pieces: whether each stage becomes as many as it has segments.
+        in_pieces: whether stages are in pieces (:mod:`roundpipe_fx.pipeline.stages_in_pieces`).
 
     Raises:
         InfeasibleBudgetError: some device needs more than the budget at the least.

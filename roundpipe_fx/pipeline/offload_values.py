@@ -1,4 +1,4 @@
-"""Offloading values: plans that fit a budget because what crosses between residency windows leaves for the host.
+"""Offloading values: plans that fit a budget because what a device reads again later leaves for the host.
 
 A plan that saves much fits a small budget if enough leaves (:mod:`roundpipe_fx.schedules.choose_offloads`); one that
 saves little may fit without. Which is quicker depends on how much is recomputed and on how far the link keeps up. So
@@ -20,8 +20,9 @@ from roundpipe_fx.pipeline.host_memory import host_memory_of
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.schedules import simulate_time
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
+from roundpipe_fx.schedules.offloads import offloads_at_distance
 
-__all__ = ["quickest_offloaded", "with_offloads"]
+__all__ = ["may_leave_unasked", "quickest_offloaded", "with_offloads"]
 
 _DISTANCES = (1, 2, 4)
 """Numbers of actions beside which values are copied; without any, a device waits for each copy."""
@@ -32,6 +33,22 @@ _ROUNDS = 3
 """How often prices between the best one and its neighbours are tried."""
 _SHARES = (0.9, 0.8)
 """Shares of the limit within which the chain is solved then, at a lower price: copies need room on the device."""
+
+
+def may_leave_unasked(attempt: Attempt, pipelining: Pipelining) -> bool:
+    """Whether values may leave for the host though the user has not asked for it, and have the time.
+
+    Args:
+        attempt: any, with nothing there.
+        pipelining: the user's.
+    """
+    if pipelining.offloaded:
+        return True
+    costs = attempt.pipeline.main.costs
+    if costs.host_bandwidth is None or not pipelining.sends_unasked:
+        return False
+    may_leave, _ = offloads_at_distance(attempt.timing.schedule, costs, {}, 0)
+    return bool(may_leave)
 
 
 def with_offloads(attempt: Attempt, limit: int) -> Attempt:

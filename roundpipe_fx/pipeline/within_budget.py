@@ -32,10 +32,10 @@ from roundpipe_fx.pipeline.alternatives import chosen_among
 from roundpipe_fx.pipeline.attempt import Attempt
 from roundpipe_fx.pipeline.cut_for_schedule import CutGraph
 from roundpipe_fx.pipeline.fill_waits import with_waits_filled
-from roundpipe_fx.pipeline.host_memory import host_budget_of, host_memory_of
+from roundpipe_fx.pipeline.host_memory import host_budget_of, with_room_on_host, within_host
 from roundpipe_fx.pipeline.link_prices import LinkPrices
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, gaps, variant_of
-from roundpipe_fx.pipeline.offload_values import quickest_offloaded, with_offloads
+from roundpipe_fx.pipeline.offload_values import may_leave_unasked, quickest_offloaded, with_offloads
 from roundpipe_fx.pipeline.runs import runs_of
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.remat.blocks import Blocks
@@ -46,7 +46,6 @@ from roundpipe_fx.remat.schedule import RematChoice, remat_schedule
 from roundpipe_fx.remat.search import Candidate, ParetoPoint, everything_kept, most_kept, work_out
 from roundpipe_fx.remat.segment_chain import chain_of
 from roundpipe_fx.schedules import simulate_time
-from roundpipe_fx.schedules.offloads import offloads_at_distance
 
 __all__ = ["within_budget"]
 
@@ -88,7 +87,7 @@ def within_budget(
     if first.peak <= limit and (isinstance(budget, int) or budget == 1.0):
         return chosen_among([first], first, limit, allowed)
     runs = runs_of(first.timing, cut.joint.cuts)
-    may_leave = _may_leave(first, pipelining)
+    may_leave = may_leave_unasked(first, pipelining)
     on_host = host_budget_of(first.pipeline, pipelining) if may_leave or pipelining.offloaded else None
     prices = None
     if may_leave:
@@ -107,7 +106,7 @@ def within_budget(
 
     def sent_within(bytes_there: int) -> list[Attempt]:
         known = [*attempts.of_choices, *others] if may_leave else []
-        return _with_room_on_host([with_offloads(attempt, bytes_there) for attempt in known], pipelining, on_host)
+        return with_room_on_host([with_offloads(attempt, bytes_there) for attempt in known], pipelining, on_host)
 
     sent: list[Attempt] = []
     level = levels.alike(levels.last, limit) if isinstance(budget, int) else None
@@ -134,10 +133,10 @@ def within_budget(
         priced = quickest_offloaded(
             lambda price, within: attempts.with_choice(prices.choice_at(price, within)), limit, pipelining, on_host
         )
-        priced = _with_room_on_host(priced, pipelining, on_host)
+        priced = with_room_on_host(priced, pipelining, on_host)
     fitting = [attempt for attempt in (*tried, *priced) if attempt.peak <= limit]
     if pipelining.offloaded:
-        fitting = _within_host(fitting, pipelining, on_host)
+        fitting = within_host(fitting, pipelining, on_host)
     if not fitting:
         least = min(tried, key=lambda attempt: attempt.peak)
         if allowed is not None and least.peak > allowed:
@@ -184,44 +183,6 @@ def _beside_weights(budget: int, attempt: Attempt, pipelining: Pipelining) -> in
         "stages that divide the weights more evenly, or offloaded=True.",
         weights,
     )
-
-
-def _may_leave(attempt: Attempt, pipelining: Pipelining) -> bool:
-    """Whether values may leave for the host though the user has not asked for it, and have the time.
-
-    Args:
-        attempt: any, with nothing there.
-        pipelining: the user's.
-    """
-    if pipelining.offloaded:
-        return True
-    costs = attempt.pipeline.main.costs
-    if costs.host_bandwidth is None or not pipelining.sends_unasked:
-        return False
-    may_leave, _ = offloads_at_distance(attempt.timing.schedule, costs, {}, 0)
-    return bool(may_leave)
-
-
-def _with_room_on_host(attempts: Sequence[Attempt], pipelining: Pipelining, budget: int | None) -> list[Attempt]:
-    """The attempts whose values have room on the host. An offloaded model's weights need it in any case: what they have
-    with their values is compared in :func:`_within_host`."""
-    if pipelining.offloaded or budget is None:
-        return list(attempts)
-    return [
-        attempt
-        for attempt in attempts
-        if attempt.pipeline.offload is None
-        or host_memory_of(attempt.pipeline, attempt.timing, pipelining).total <= budget
-    ]
-
-
-def _within_host(fitting: Sequence[Attempt], pipelining: Pipelining, budget: int | None) -> list[Attempt]:
-    """The attempts that the host has the memory for; if there is none, the one that needs least of it."""
-    needed = [host_memory_of(attempt.pipeline, attempt.timing, pipelining).total for attempt in fitting]
-    if budget is None or not fitting:
-        return list(fitting)
-    within = [attempt for attempt, bytes_needed in zip(fitting, needed, strict=True) if bytes_needed <= budget]
-    return within or [fitting[needed.index(min(needed))]]
 
 
 class _Attempts:

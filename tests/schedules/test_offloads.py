@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from roundpipe_fx.runtime.value_offloading import OffloadSteps, offload_steps_of
 from roundpipe_fx.schedules import ActionKind, Held, Schedule, StepCosts, chain, gpipe, round_robin, rounds
 from roundpipe_fx.schedules import simulate_time as simulate
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, choose_offloads, offloads_within
 from roundpipe_fx.schedules.offloads import Offload, buffer_bytes, offloads_at_distance
+from roundpipe_fx.schedules.schedule import KINDS
 from roundpipe_fx.schedules.stage_graph import StageGraph
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -101,6 +105,30 @@ def test_a_value_is_away_between_two_readers_and_back_before_it_is_read(step, di
         assert own.freed - own.leaves == own.back - own.reloads == distance and own.freed < own.reloads
         assert (number, own.microbatch, own.leaves) not in seen
         seen.add((number, own.microbatch, own.leaves))
+
+
+@given(steps(), distances)
+@settings(max_examples=150, deadline=None)
+def test_each_copy_belongs_to_one_half_of_a_step_with_a_loss_outside(step, distance: int) -> None:
+    schedule, _, costs = step
+    assume(schedule.name == "gpipe")
+    halves = schedule.halves()
+    forwards, backwards = halves.only(F), halves.only(*KINDS[1:])
+    turn = forwards.size
+    may, _ = offloads_at_distance(halves, costs, {}, distance)
+    in_one_run, _ = offloads_at_distance(schedule, costs, {}, distance)
+    assert set(may) <= set(in_one_run) and (distance or may == in_one_run)
+    for own in may:
+        assert own.back < turn or own.leaves > turn or own.freed <= turn <= own.reloads
+    done: dict[Offload, list[tuple[str, int]]] = {own: [] for own in may}
+    for part, kinds, start in ((forwards, (F,), 0), (backwards, KINDS[1:], turn)):
+        instructions: Any = [[SimpleNamespace(action=action) for action in part.actions(0)]]
+        for place, of_place in offload_steps_of(halves, instructions, may, kinds)[0].items():
+            for name in OffloadSteps.__slots__:
+                for own in getattr(of_place, name):
+                    done[own].append((name, start + place))
+    for own, names in done.items():
+        assert dict(names) == {name: getattr(own, name) for name in OffloadSteps.__slots__} and len(names) == 4
 
 
 @given(steps(), distances, st.integers(0, 200), st.booleans(), st.data())
