@@ -216,6 +216,8 @@ class AcceleratorDeviceStreams:
             try:
                 yield
             finally:
+                # After a failure another worker may still send, into memory that was freed here and is still read.
+                self.incoming.wait_stream(self.compute)
                 self._copies.clear()
 
     def to_device(self, value: Any) -> Any:
