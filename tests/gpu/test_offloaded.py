@@ -60,6 +60,43 @@ def _steps(name: str, devices: list[str], microbatches: int, **options) -> tuple
     return steps[0], steps[1]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_what_others_send_to_a_worker_that_failed_overwrites_nothing_that_it_still_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are told of the failure later. On emulated devices a race would be reported."""
+    torch.manual_seed(0)
+    model, x = Blocks(32, 8), torch.randn(768, 32)
+    devices = ["cuda:1", "cuda:0", "cuda:1"]
+    compiled = roundpipe_fx.compile(
+        model, devices=devices, num_microbatches=3, schedule="1f1b", stage_compiler="eager", dynamic=False
+    )
+
+    def step() -> Step:
+        compiled.zero_grad()
+        loss = squares(compiled(x), x)
+        loss.backward()
+        return left_behind(model, loss)
+
+    step()
+    expected = step()
+    reload, left = ValueOffloading.reload, [0]
+
+    def failing(self: ValueOffloading, place: int) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise OSError("a device was lost")
+        reload(self, place)
+
+    for actions in range(1, 21):
+        left[0] = actions
+        with monkeypatch.context() as patched:
+            patched.setattr(ValueOffloading, "reload", failing)
+            with pytest.raises(OSError, match="a device was lost"):
+                step()
+        assert_bitwise(step(), expected)
+
+
 @pytest.mark.parametrize("name", sorted(GOLDEN))
 def test_it_has_the_bits_of_a_model_on_the_device(name: str) -> None:
     for devices in _devices():
@@ -428,40 +465,3 @@ def test_a_host_without_memory_to_be_pinned_is_told_of_and_the_next_step_works(
     assert torch.equal(compiled.forward_backward(x, labels=y, loss_fn=squares), expected)
     for left, right in zip(own.parameters(), reference.parameters(), strict=True):
         assert torch.equal(left.grad, right.grad)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_what_others_send_to_a_worker_that_failed_overwrites_nothing_that_it_still_reads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They are told of the failure later. On emulated devices a race would be reported."""
-    torch.manual_seed(0)
-    model, x = Blocks(32, 8), torch.randn(768, 32)
-    devices = ["cuda:1", "cuda:0", "cuda:1"]
-    compiled = roundpipe_fx.compile(
-        model, devices=devices, num_microbatches=3, schedule="1f1b", stage_compiler="eager", dynamic=False
-    )
-
-    def step() -> Step:
-        compiled.zero_grad()
-        loss = squares(compiled(x), x)
-        loss.backward()
-        return left_behind(model, loss)
-
-    step()
-    expected = step()
-    reload, left = ValueOffloading.reload, [0]
-
-    def failing(self: ValueOffloading, place: int) -> None:
-        left[0] -= 1
-        if not left[0]:
-            raise OSError("a device was lost")
-        reload(self, place)
-
-    for actions in range(1, 21):
-        left[0] = actions
-        with monkeypatch.context() as patched:
-            patched.setattr(ValueOffloading, "reload", failing)
-            with pytest.raises(OSError, match="a device was lost"):
-                step()
-        assert_bitwise(step(), expected)
