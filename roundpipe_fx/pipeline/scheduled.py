@@ -8,7 +8,7 @@ from typing import NamedTuple
 from roundpipe_fx.distributed.gathering import kept_of
 from roundpipe_fx.pipeline.captured_calls import CapturedCalls
 from roundpipe_fx.pipeline.graph import union
-from roundpipe_fx.pipeline.unequal import check_host_together, check_together, costs_of_others
+from roundpipe_fx.pipeline.unequal import check_together, costs_of_others
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, instructions_of
 from roundpipe_fx.runtime.value_offloading import OffloadSteps, offload_steps_of
 from roundpipe_fx.schedules import Action, ActionKind
@@ -53,9 +53,7 @@ def scheduled_run(captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None)
     others = costs_of_others(pipelines)
     offloads = pipeline.offloads(whole, graph, others) if kinds is None or whole.forwards_before_backwards else []
     kept = pipeline.kept(whole, graph, others)
-    if pipeline.allowed is not None:
-        check_together(whole, graph, pipelines, offloads, kept)
-    check_host_together(whole, graph, pipelines, offloads)
+    check_together(whole, graph, pipelines, offloads, kept)
     schedule = whole if kinds is None else whole.only(*kinds)
     later = whole.only(*KINDS[1:]) if kinds == (ActionKind.FORWARD,) else None
     instructions = instructions_of(schedule, captured.programs, later)

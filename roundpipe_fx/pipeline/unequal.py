@@ -15,7 +15,7 @@ from roundpipe_fx.schedules import Schedule, StageGraph, StepCosts, simulate_tim
 from roundpipe_fx.schedules.offloads import Offload
 from roundpipe_fx.schedules.sharding import KeptGathered
 
-__all__ = ["UnequalMicrobatchesError", "check_host_together", "check_together", "costs_of_others"]
+__all__ = ["UnequalMicrobatchesError", "check_together", "costs_of_others"]
 
 
 class UnequalMicrobatchesError(InfeasibleBudgetError):
@@ -64,33 +64,15 @@ def check_together(
         kept: sharded parameters that stay gathered for a while.
 
     Raises:
+        HostMemoryError: values that leave unasked need more than the host's budget.
         UnequalMicrobatchesError: it is more than a device is allowed.
     """
-    main, allowed = pipelines[0].main.costs, pipelines[0].allowed
-    others = costs_of_others(pipelines)
-    if not others or allowed is None:
-        return
-    needed = max(simulate_time(schedule, graph, main, others, offloads, kept).peak_bytes)
-    if needed > allowed:
-        raise UnequalMicrobatchesError(needed, allowed)
-
-
-def check_host_together(
-    schedule: Schedule, graph: StageGraph, pipelines: Sequence[LoweredPipeline], offloads: Sequence[Offload]
-) -> None:
-    """Compare the host memory of all microbatches together with the budget, if they differ.
-
-    Args:
-        schedule: of all of them.
-        graph: all steps.
-        pipelines: each microbatch's lowered pipeline.
-        offloads: values that leave for the host.
-
-    Raises:
-        HostMemoryError: it is more.
-    """
     first, others = pipelines[0], costs_of_others(pipelines)
-    if not others or first.offload is None:
+    if not others:
         return
-    timing = simulate_time(schedule, graph, first.main.costs, others, offloads)
-    check_host_memory(host_memory_of(first, timing, first.pipelining), host_budget_of(first, first.pipelining))
+    timing = simulate_time(schedule, graph, first.main.costs, others, offloads, kept)
+    needed = max(timing.peak_bytes)
+    if first.allowed is not None and needed > first.allowed:
+        raise UnequalMicrobatchesError(needed, first.allowed)
+    if first.offload is not None:
+        check_host_memory(host_memory_of(first, timing, first.pipelining), host_budget_of(first, first.pipelining))

@@ -7,7 +7,7 @@ than the forwards, what is on the host then is among the values that the first r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -74,7 +74,7 @@ def offload_steps_of(
     return steps_of_devices
 
 
-def _in_run(offload: Offload, turn: int, kinds: Collection[ActionKind] | None) -> Iterator[str]:
+def _in_run(offload: Offload, turn: int, kinds: Collection[ActionKind] | None) -> tuple[str, ...]:
     """The steps of an offload that belong to a run.
 
     Args:
@@ -82,13 +82,13 @@ def _in_run(offload: Offload, turn: int, kinds: Collection[ActionKind] | None) -
         turn: position of the device's first backward, if all forwards run before all backwards.
         kinds: of actions of the run; ``None``: all.
     """
-    names = OffloadSteps.__slots__
+    names = "leaves", "freed", "reloads", "back"
     if kinds is None:
-        yield from names
-    elif ActionKind.FORWARD in kinds:
-        yield from names[: 0 if offload.leaves > turn else 4 if offload.back < turn else 2]
-    else:
-        yield from names[0 if offload.leaves > turn else 4 if offload.back < turn else 2 :]
+        return names
+    forwards = ActionKind.FORWARD in kinds
+    if offload.back < turn or offload.leaves > turn:  # within one half
+        return names if forwards == (offload.back < turn) else ()
+    return names[:2] if forwards else names[2:]
 
 
 @dataclass(slots=True)

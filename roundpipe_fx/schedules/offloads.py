@@ -1,8 +1,8 @@
 """Offloads: values that leave a device for the host between two of their readers, and come back in time.
 
 What crosses from the forward of a stage to its backward is multiplied by the microbatches in flight. Meanwhile such
-values can be on the host. Each offload names four positions in the order of its device, all of them
-*before* an action::
+values can be on the host. Each offload names four positions in the order of its device, all of them *before* an
+action::
 
     actions   │ F0.1 │ F0.2 │ F0.3 │   …   │ B0.3 │ B0.2 │ B0.1 │
     value     made   ├──────┤                     ├──────┤ read

@@ -165,6 +165,7 @@ def test_bits_of_models_with_skips_decisions_and_buffers(name: str) -> None:
     torch.manual_seed(0)
     model = make().cuda()
     batch = {key: torch.cat([value] * 3).cuda() for key, value in make_batch().items()}
+    sent = 0
     for devices in _devices():
         steps: list[Step] = []
         peak = None
@@ -180,8 +181,10 @@ def test_bits_of_models_with_skips_decisions_and_buffers(name: str) -> None:
                 torch.manual_seed(0)
                 steps.append(left_behind(own, compiled.forward_backward(**batch)))
             peak = peak or max(compiled.plan.timing.peak_bytes)
+            sent += len(compiled.plan.timing.offloads)
         for step in steps[1:]:
             assert_bitwise(step, steps[0])
+    assert sent
 
 
 def test_a_host_budget_is_kept_by_recomputing(pools: list[HostBuffers]) -> None:
