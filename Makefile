@@ -27,7 +27,7 @@ test-all: $(READY)
 	$(PYTEST)
 
 emulated: $(READY)  ## tests/gpu on CUDA devices that are emulated on the host; needs g++
-	LD_PRELOAD=$$($(BIN)/python -m tests.emulated_cuda.build) \
+	OMP_NUM_THREADS=1 LD_PRELOAD=$$($(BIN)/python -m tests.emulated_cuda.build) \
 		$(BIN)/python -m pytest -p tests.emulated_cuda.plugin -n 2 --dist worksteal tests/gpu
 
 lint: $(READY)
