@@ -25,8 +25,8 @@ def on_devices(count: int, checks: Sequence[Check], folder: Path) -> None:
         checks: functions of modules.
         folder: an empty one.
     """
-    # Kernels of emulated devices add in another order on other numbers of threads, and bits are compared. As a variable it
-    # holds in all threads: OpenMP's default in a new one is not what torch.set_num_threads says, until ATen asks for it.
+    # Kernels of emulated devices add in another order on other numbers of threads, and bits are compared. As a variable
+    # it holds in all threads: OpenMP's default in a new one is not what torch.set_num_threads says, until ATen asks.
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
         torch.multiprocessing.spawn(_process, (count, str(folder), checks), nprocs=count)
 
