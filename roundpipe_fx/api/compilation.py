@@ -23,7 +23,9 @@ from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.api.first_plan_of_parts import lower_as_one_of
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.undisturbed import undisturbed
+from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.codegen import Program, seen_by_autograd
+from roundpipe_fx.compiler.emit import device_of
 from roundpipe_fx.compiler.lower import asked_budget, bounded_in_bytes, lower
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.frontend.capture import capture, is_outermost, joint_graph_of, prepare
@@ -35,6 +37,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.distributed import place_gradients
 from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph, plan_of_pipeline
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.lowering import lower_pipeline
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState
 from roundpipe_fx.report.plan import Plan
@@ -84,7 +87,7 @@ class _Compilation:
         if self.pipelining is not None:
             return self._partition_for_pipeline(joint, num_fwd_outputs, self.pipelining)
         differentiated = torch_private.differentiated_outputs(joint)
-        self.lowered = self._for_sizes(joint, num_fwd_outputs, self._lower, lambda lowered: lowered)
+        self.lowered = self._for_sizes(self._view(joint, num_fwd_outputs), self._lower, lambda lowered: lowered)
         self.on_plan(self.lowered.plan)
         assert self.lowered.backward is not None
         self.noted = self._noted(self.lowered, differentiated)
@@ -126,41 +129,62 @@ class _Compilation:
     @undisturbed
     def _for_sizes(
         self,
-        joint: fx.GraphModule,
-        num_fwd_outputs: int,
+        view: JointGraph,
         lower: Callable[[JointGraph], T],
         lowered_of: Callable[[T], Lowered],
     ) -> T:
         """Lower a graph for the sizes that it is to be used with."""
         assumed = self.learned.of_graph(self.name)
         with torch_private.without_modes():
-            view = self._view(joint, num_fwd_outputs)
             if bounded_in_bytes(view, self.options):
                 return lower_for_sizes(view, assumed, lower, lambda result: lowered_of(result).recompute_seconds > 0)
-            torch_private.assume_sizes(joint, assumed)
+            torch_private.assume_sizes(view.module, assumed)
             return lower(view)
 
     def _partition_for_pipeline(
         self, joint: fx.GraphModule, num_fwd_outputs: int, pipelining: Pipelining
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         differentiated = torch_private.differentiated_outputs(joint)
-        run_passes = functools.partial(
-            lower_pipeline,
-            options=self.options,
-            pipelining=pipelining,
-            registered_syncs=self.registered_syncs,
-            share=self.learned.share,
-            like=self.compile_state.structure,
-            forwards_before_backwards=self.compile_state.forwards_before_backwards,
-            workspaces=self.learned.workspaces,
-        )
-        pipeline = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda pipeline: pipeline.main.lowered)
+        pipeline = self._lower_pipeline(self._view(joint, num_fwd_outputs), pipelining)
         seen = Seen(self._see_size, self.learned.see_workspace) if pipeline.budget is not None else None
         self.graph = pipelined_graph(pipeline, differentiated, pipelining.loss_reduction, seen)
         self.lowered = pipeline.main.lowered
         self.on_plan(plan_of_pipeline(self.graph))
         assert self.lowered.backward is not None
         return self.lowered.forward.module, seen_by_autograd(self.lowered.backward)
+
+    def _lower_pipeline(self, view: JointGraph, pipelining: Pipelining) -> LoweredPipeline:
+        """The pipeline within the share of the budget that may be used; or else the one that needs least, where that is
+        within the budget, or microbatches of other sizes may make it so.
+
+        Raises:
+            InfeasibleBudgetError: there is none.
+        """
+        state = self.compile_state
+        lower_with = functools.partial(
+            lower_pipeline,
+            pipelining=pipelining,
+            registered_syncs=self.registered_syncs,
+            like=state.structure,
+            forwards_before_backwards=state.forwards_before_backwards,
+            workspaces=self.learned.workspaces,
+        )
+
+        def lower(joint: JointGraph, options: Options, share: float = 1.0) -> LoweredPipeline:
+            run_passes = functools.partial(lower_with, options=options, share=share)
+            return self._for_sizes(joint, run_passes, lambda pipeline: pipeline.main.lowered)
+
+        spare = view.copy() if state.sizes_differ or self.learned.share < 1 else None
+        allowed = asked_budget(view, self.options, self.options.device or device_of(view))
+        try:
+            return lower(view, self.options, self.learned.share)
+        except InfeasibleBudgetError as error:
+            if spare is None or not isinstance(allowed, int) or (error.minimum > allowed and not state.sizes_differ):
+                raise
+            refused = error.with_traceback(None)
+        least = lower(spare, dataclasses.replace(self.options, memory_budget=refused.minimum))
+        budget = None if least.budget is None else max(least.budget, allowed)
+        return dataclasses.replace(least, budget=budget, allowed=allowed, refused=refused)
 
     def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None
@@ -253,8 +277,9 @@ class _Compilation:
         return load_program(program, stages, strided=lowered.stage_compiler != "eager")
 
     def _view(self, module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
-        joint = joint_graph_of(module, num_forward_outputs, self.labels, self.own_gradients)
-        return expect_loss(joint, self.autocast, self.learned.brought(self.operations_name))
+        with torch_private.without_modes():
+            joint = joint_graph_of(module, num_forward_outputs, self.labels, self.own_gradients)
+            return expect_loss(joint, self.autocast, self.learned.brought(self.operations_name))
 
 
 def compile_graph(

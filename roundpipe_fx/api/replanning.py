@@ -121,14 +121,22 @@ def _over_processes(
 
 def _fitted(run: Callable[[], Any], recompile: Callable[[], None], learned: Learned) -> Any:
     """Run a step; recompile it for a smaller budget if its microbatches do not fit together."""
+    before = learned.share
     for _ in range(_TRIES):
         try:
             return run()
         except UnequalMicrobatchesError as error:
+            if error.least:
+                learned.share = before
+                raise
             learned.share *= _CLOSER * error.allowed / error.needed
             log.info("%s Replanning with %.0f%% of the budget.", error, 100 * learned.share)
             recompile()
-    return run()
+    learned.share = 0.0  # the plans that need least
+    try:
+        return run()
+    finally:
+        learned.share = before
 
 
 def cut_alike(run: Callable[[], T], recompile: Callable[[], None]) -> T:

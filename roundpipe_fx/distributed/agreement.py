@@ -51,7 +51,7 @@ class Statement:
     generator: bytes = b""
     among: dict[str, str] = field(default_factory=dict)
     failure: str | None = None
-    figures: tuple[int, int] | None = None
+    figures: tuple[int, int, bool] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

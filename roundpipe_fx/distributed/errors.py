@@ -12,7 +12,7 @@ class RemoteError(RuntimeError):
         figures: what all ranks need to know to try again; ``None`` if they cannot.
     """
 
-    figures: tuple[int, int] | None = None
+    figures: tuple[int, int, bool] | None = None
 
 
 class RanksDifferError(RuntimeError):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from roundpipe_fx.analysis.simulator import allocation_granularity
+from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
@@ -84,6 +85,8 @@ class LoweredPipeline:
         budget: bytes that a device may allocate at most at one time; ``None``: no limit.
         allowed: bytes that the user allows per device, of which a plan may have to leave some; ``None``: no number was
             given.
+        refused: why this is the plan that needs least: one for what the user allows, or for the share of it that may be
+            used, was refused; ``None``: it was not.
         trade_off: (bytes of the device that needs most, modelled seconds of recomputation for a microbatch) of the
             plans that were simulated for a budget.
         alternatives: those plans, as the page of the plan shows them.
@@ -99,6 +102,7 @@ class LoweredPipeline:
     forwards_before_backwards: bool
     budget: int | None = None
     allowed: int | None = None
+    refused: InfeasibleBudgetError | None = None
     trade_off: tuple[tuple[int, float], ...] = ()
     offload: OffloadRule | None = None
     alternatives: Alternatives = dataclasses.field(default_factory=Alternatives)

@@ -24,6 +24,7 @@ __all__ = [
     "check_batch_sizes",
     "merge",
     "row_counts",
+    "sizes_differ",
     "split_inputs",
     "split_labels",
     "split_tensors",
@@ -126,6 +127,17 @@ def split_tensors(value: Any, pieces: Sequence[Any], spec: Any = None) -> list[S
         for leaf, parts in zip(_leaves(value, spec, ""), columns, strict=True)
         if leaf.dim is not None and leaf.value.requires_grad and parts[0] is not leaf.value
     ]
+
+
+def sizes_differ(pieces: Sequence[Any]) -> bool:
+    """Whether tensors of some microbatches have other shapes than the first one's.
+
+    Args:
+        pieces: of each microbatch, any tree.
+    """
+    shapes = ([value.shape for value in tree_leaves(piece) if isinstance(value, torch.Tensor)] for piece in pieces)
+    first = next(shapes, None)
+    return any(of_piece != first for of_piece in shapes)
 
 
 def row_counts(

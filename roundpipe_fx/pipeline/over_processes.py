@@ -160,7 +160,9 @@ class ProcessPipeline:
         try:
             prepared = self._prepared(prepare, runs)
         except BaseException as error:
-            figures = (error.needed, error.allowed) if isinstance(error, UnequalMicrobatchesError) else None
+            figures = None
+            if isinstance(error, UnequalMicrobatchesError):
+                figures = error.needed, error.allowed, error.least
             agree(ranks, Statement(failure=f"{type(error).__name__}: {error}", figures=figures), size)
             raise
         plan = prepared.rank_plan

@@ -41,6 +41,7 @@ class StepCompileState:
         offloaded: whether the model lies on the host, and devices have of it what they need at the time.
         counted: whether the model is given the number of what counts in the batch.
         optimizer: host memory of the optimizer, if it is known.
+        sizes_differ: whether the step's microbatches have different sizes.
         pinned: how every graph is cut (a ``Structure``), where the parameters of stages cannot move.
         kept: how graphs are cut since microbatches of one step were cut differently (a ``Structure``), by whether
             gradients are computed.
@@ -51,6 +52,7 @@ class StepCompileState:
     offloaded: bool = False
     counted: bool = False
     optimizer: OptimizerMemory = NO_OPTIMIZER
+    sizes_differ: bool = False
     pinned: Any = None
     kept: dict[bool, Any] = field(default_factory=dict)
 

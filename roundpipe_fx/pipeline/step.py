@@ -30,6 +30,7 @@ from roundpipe_fx.pipeline.microbatch import (
     check_batch_sizes,
     merge,
     row_counts,
+    sizes_differ,
     split_inputs,
     split_labels,
     split_tensors,
@@ -323,6 +324,7 @@ class Pipeline:
 
     def _take(self, calls: list[functools.partial[Any]], forwards_before_backwards: bool) -> CapturedCalls:
         self._compile_state.offloaded = self._offloaded is not None or self.settings.offloaded
+        self._compile_state.sizes_differ = sizes_differ([(call.args, call.keywords) for call in calls])
         if self._processes is not None:
             self._compile_state.pinned = self._processes.structure
         with self._looking_moved(), self._traced():

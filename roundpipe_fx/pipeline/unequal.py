@@ -1,7 +1,9 @@
 """Unequal microbatches: whether microbatches of different sizes, planned separately, fit together.
 
 A batch that is not divisible leaves microbatches of two sizes. A plan assumes a step whose microbatches all have one
-size, so the smaller ones may save more than fits beside the larger ones, on a device or on the host.
+size, so the smaller ones may save more than fits beside the larger ones, on a device or on the host. Then all are
+planned for less, down to the plans that need least. What these need together is the least budget of the step: it may be
+more than the least of a step whose microbatches all have one of the sizes, or less, if few have the larger one.
 """
 
 from __future__ import annotations
@@ -24,17 +26,19 @@ class UnequalMicrobatchesError(InfeasibleBudgetError):
     Attributes:
         needed: bytes of the device that needs most.
         allowed: bytes that the user allows it.
+        least: whether the plans are those that need least, so that replanning does not help.
     """
 
-    def __init__(self, needed: int, allowed: int) -> None:
+    def __init__(self, needed: int, allowed: int, least: bool) -> None:
         super().__init__(
-            f"microbatches of different sizes need {bytes_text(needed)} on a device together, and {allowed} bytes "
-            f"({bytes_text(allowed)}) are allowed. Use a batch size that is divisible by num_microbatches, or a larger "
-            "budget.",
+            f"microbatches of different sizes need {needed} bytes ({bytes_text(needed)}) on a device together, and "
+            f"{allowed} bytes ({bytes_text(allowed)}) are allowed. Use a batch size that is divisible by "
+            "num_microbatches, or a larger budget.",
             needed,
         )
         self.needed = needed
         self.allowed = allowed
+        self.least = least
 
 
 def costs_of_others(pipelines: Sequence[LoweredPipeline]) -> dict[int, StepCosts]:
@@ -65,14 +69,18 @@ def check_together(
 
     Raises:
         HostMemoryError: values that leave unasked need more than the host's budget.
+        InfeasibleBudgetError: all have one size, which was refused.
         UnequalMicrobatchesError: it is more than a device is allowed.
     """
     first, others = pipelines[0], costs_of_others(pipelines)
     if not others:
+        if first.refused is not None and first.allowed is not None and first.refused.minimum > first.allowed:
+            raise first.refused
         return
     timing = simulate_time(schedule, graph, first.main.costs, others, offloads, kept)
     needed = max(timing.peak_bytes)
     if first.allowed is not None and needed > first.allowed:
-        raise UnequalMicrobatchesError(needed, first.allowed)
+        least = all(pipeline.refused is not None for pipeline in pipelines)
+        raise UnequalMicrobatchesError(needed, first.allowed, least)
     if first.offload is not None:
         check_host_memory(host_memory_of(first, timing, first.pipelining), host_budget_of(first, first.pipelining))

@@ -139,7 +139,7 @@ def within_budget(
         fitting = within_host(fitting, pipelining, on_host)
     if not fitting:
         least = min(tried, key=lambda attempt: attempt.peak)
-        if allowed is not None and least.peak > allowed:
+        if allowed is not None:
             raise _refusal(allowed, least.peak, cut.structure, pipelining)
         fitting = [least]
     best = min(fitting, key=lambda attempt: (attempt.timing.makespan, attempt.seconds, attempt.peak))

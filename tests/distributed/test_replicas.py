@@ -267,7 +267,7 @@ def check_another_plan(_rank: int, _folder: str) -> None:
     def check_together(*_arguments: Any) -> None:
         if refusing:
             refusing.clear()
-            raise UnequalMicrobatchesError(200, 100)
+            raise UnequalMicrobatchesError(200, 100, False)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduled, "check_together", check_together)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import copy
+import signal
 import time
 from typing import Any
 
@@ -264,8 +265,12 @@ def test_a_step_after_one_that_failed_has_its_bits(monkeypatch: pytest.MonkeyPat
     assert_bitwise(left_behind(own, loss), reference)
 
 
-def test_a_step_after_an_interrupted_one_has_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_after_an_interrupted_one_has_its_bits(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """Its copies are still on their way when the caller is interrupted, into memory that is freed."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     model = Blocks(WIDTH, 8).cuda()
     reference, ample, _ = _stepped(model)
     own = copy.deepcopy(model)

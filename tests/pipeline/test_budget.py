@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Sequence
@@ -238,6 +239,41 @@ def test_a_budget_holds_for_unequal_microbatches() -> None:
     with pytest.raises(roundpipe_fx.InfeasibleBudgetError):
         compiled.forward_backward(x, **given)
     assert all(parameter.grad is None for parameter in compiled.parameters())
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize(("rows", "microbatches"), [(101, 3), (101, 4), (510, 4)])
+def test_the_least_budget_of_unequal_microbatches_can_be_met(rows: int, microbatches: int, outside: bool) -> None:
+    """Under RoundPipe's dispatch together they need more than the larger ones alone."""
+    model, x = Blocks(32, 4), torch.randn(rows, 32)
+    options = {
+        "devices": ["cpu"],
+        "schedule": "roundpipe",
+        "loss_reduction": "sum",
+        "tiling": "never",
+        "dynamic": False,
+    }
+
+    def with_budget(budget: int) -> roundpipe_fx.CompiledModule:
+        own = copy.deepcopy(model)
+        return roundpipe_fx.compile(own, num_microbatches=microbatches, memory_budget=budget, **options)
+
+    def step(compiled: roundpipe_fx.CompiledModule, x: torch.Tensor) -> int:
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            if outside:
+                squares(compiled(x), x).backward()
+            else:
+                compiled.forward_backward(x, labels=x, loss_fn=squares)
+        return peak.bytes
+
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
+        step(with_budget(1), x)
+    least = refused.value.minimum
+    compiled = with_budget(least)
+    assert step(compiled, x) <= least
+    equal = torch.randn(-(-rows // microbatches) * microbatches, 32)  # whose plan may be known from the other step
+    with contextlib.suppress(roundpipe_fx.InfeasibleBudgetError):
+        assert step(compiled, equal) <= least
 
 
 def test_a_budget_changes_no_bit() -> None:
