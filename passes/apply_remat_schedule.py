@@ -20,6 +20,7 @@ from roundpipe_fx.analysis.cost import CostModel, annotate_node
 from roundpipe_fx.analysis.recomputation import Form, repetition
 from roundpipe_fx.analysis.remat_schedule import BackwardOp, RematSchedule
 from roundpipe_fx.analysis.snapshots import Snapshots
+from roundpipe_fx.ir.bodies import is_body
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
     Mark,
@@ -184,10 +185,11 @@ class _Writer:
             if (node, stage) in self._latest:
                 return self._latest[node, stage]
         forward = node.meta.get(Mark.PHASE) is Phase.FORWARD
-        made_anywhere = is_view(node) or (is_symbolic_scalar(node) and not forward)
+        free = is_view(node) or is_body(node)
+        made_anywhere = free or (is_symbolic_scalar(node) and not forward)
         if node.op == "placeholder" or (node in self._placed and not made_anywhere):
             return node
-        if forward and (not is_view(node) or is_symbolic_scalar(node)):
+        if forward and (not free or is_symbolic_scalar(node)):
             return node  # saved
         reads = tuple(self._resolve(source) for source in input_nodes(node))
         key = (node, self._stage, self._phase, reads)

@@ -9,6 +9,8 @@ the reason, and moves them out of the backward where they do not depend on incom
 - integers that an operation computes from data (a cast) and that a later forward operation uses to select or route,
   which is visible only in the whole graph;
 - collectives of the forward (:mod:`roundpipe_fx.ir.collectives`);
+- operators with bodies (``cond``, ``scan``) of which the host decides what runs, or which draw random numbers inside:
+  their generator's state cannot be set for a repetition, because bodies draw in between other operations;
 - operations with side effects, and those that the user registered.
 """
 
@@ -18,9 +20,10 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from roundpipe_fx.analysis.host_sync import why_host_sync
+from roundpipe_fx.ir.bodies import bodies_of, draws_inside
 from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
@@ -52,18 +55,19 @@ def hoist_host_syncs(joint: JointGraph, registered: Collection[Any] = (), collec
     """
     tangent_dependent = _tangent_dependent(joint)
     for node in list(joint.computed()):
-        reason = _host_sync(node, registered)
+        reason = _host_sync(node, registered, joint.module)
         if reason is None or (is_collective(node.target) and not collectives):
             continue
         if node.meta[Mark.PHASE] is not Phase.FORWARD:
-            if node in tangent_dependent or has_side_effect(node) or is_seeded(node):
+            draws = is_seeded(node) or draws_inside(node, joint.module)
+            if node in tangent_dependent or has_side_effect(node) or draws:
                 continue
             _move_to_forward(joint, node)
         node.meta[Mark.MUST_SAVE] = reason
     return joint
 
 
-def _host_sync(node: fx.Node, registered: Collection[Any]) -> str | None:
+def _host_sync(node: fx.Node, registered: Collection[Any], module: nn.Module) -> str | None:
     target = node.target
     if node.op == "get_attr" or target is aten.sym_size.int:
         return None
@@ -72,7 +76,9 @@ def _host_sync(node: fx.Node, registered: Collection[Any]) -> str | None:
             return "registered by the user"
         if node.meta.get("unbacked_bindings"):
             return "its size depends on data"
-        return "has a side effect" if target is torch.ops.higher_order.with_effects else None
+        if target is torch.ops.higher_order.with_effects:
+            return "has a side effect"
+        return _in_body(node, registered, module)
     operands = [value for source in input_nodes(node) for value in tensor_values(source)]
     reason = why_host_sync(target, node.args, operands, tensor_values(node), registered)
     if reason is not None:
@@ -82,6 +88,19 @@ def _host_sync(node: fx.Node, registered: Collection[Any]) -> str | None:
     if is_collective(target) and node.meta.get(Mark.PHASE) is Phase.FORWARD and tensor_values(node):
         return "communicates with other processes"
     return "has a side effect" if has_side_effect(node) else None
+
+
+def _in_body(node: fx.Node, registered: Collection[Any], module: nn.Module) -> str | None:
+    if node.target in (torch.ops.higher_order.cond, torch.ops.higher_order.while_loop):
+        return "the host reads its condition"
+    if draws_inside(node, module):
+        return "its body draws random numbers"
+    for body in bodies_of(node, module):
+        reasons = (_host_sync(inner, registered, body) for inner in body.graph.nodes if inner.op == "call_function")
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is not None:
+            return f"in its body: {reason}"
+    return None
 
 
 def _is_decision(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data
+from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data, learned_name
 from roundpipe_fx.analysis.simulator import PeakMoment
 from roundpipe_fx.codegen import Program, StageModule
 from roundpipe_fx.compiler.plan_cache import Recalled
@@ -197,7 +197,7 @@ def _assumed(joint: JointGraph, beyond_plan: int, alive: int) -> dict[str, int]:
     of_inputs = {size.symbol for size in input_sizes(joint.module)}
     sizes = {symbol: size for symbol, size in assumed_sizes(joint.module).items() if symbol not in of_inputs}
     workspaces = {
-        f"workspace of {node.target}": node.meta[Mark.WORKSPACE]
+        f"workspace of {learned_name(node)}": node.meta[Mark.WORKSPACE]
         for node in joint.computed()
         if Mark.WORKSPACE in node.meta and depends_on_data(node)
     }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -189,6 +189,7 @@ def merge(outputs: Sequence[Any], spec: Any = None, weights: Sequence[float] | N
         weights: of each microbatch's losses, the zero-dimensional tensors of floating-point numbers; ``None``: one.
 
     Raises:
+        TypeError: an output is a dataclass that PyTorch cannot take apart.
         ValueError: the microbatches' outputs have different structures.
     """
     if callable(spec) and not hasattr(spec, "reduce_fn"):
@@ -200,14 +201,27 @@ def merge(outputs: Sequence[Any], spec: Any = None, weights: Sequence[float] | N
     (first, tree), specs = flat[0], _spread(spec, outputs[0])
     merged = []
     for index, (path, _) in enumerate(first):
-        merged.append(_merged([leaves[index][1] for leaves, _ in flat], specs.get(path, _CONVENTION), weights))
+        merged.append(_merged([leaves[index][1] for leaves, _ in flat], specs.get(path, _CONVENTION), weights, path))
     return tree_unflatten(merged, tree)
 
 
 _CONVENTION = object()
 
 
-def _merged(values: list[Any], spec: Any, weights: Sequence[float] | None) -> Any:
+def _check_no_tensors_inside(value: Any, path: Any) -> None:
+    """An object that PyTorch cannot look into would be the first microbatch's, and cut off from the backward."""
+    if not is_dataclass(value):
+        return
+    if any(isinstance(leaf, torch.Tensor) for name in fields(value) for leaf in tree_leaves(getattr(value, name.name))):
+        where = f"output{keystr(path)}"
+        raise TypeError(
+            f"the model returns a dataclass with tensors, {type(value).__name__} ({where}), which PyTorch cannot take "
+            "apart, so the microbatches' outputs cannot be put together. Return a tuple, a dict or a named tuple, or "
+            "register the class once with torch.utils._pytree.register_dataclass."
+        )
+
+
+def _merged(values: list[Any], spec: Any, weights: Sequence[float] | None, path: Any) -> Any:
     if hasattr(spec, "reduce_fn"):
         total = spec.init_value
         for value in values:
@@ -215,6 +229,7 @@ def _merged(values: list[Any], spec: Any, weights: Sequence[float] | None) -> An
         return total
     if spec is _CONVENTION:
         if not isinstance(values[0], torch.Tensor):
+            _check_no_tensors_inside(values[0], path)
             return values[0]
         if not values[0].dim():
             exact = not (values[0].is_floating_point() or values[0].is_complex())

@@ -1,7 +1,7 @@
 """Profiled operators: workspaces that depend on data, measured as steps run.
 
 Nothing is known about a custom operator before it runs on real data, and its workspace may be as large as a layer's
-activations.
+activations; nor about an operator with bodies, whose workspace is what they compute.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from roundpipe_fx.analysis.cost import depends_on_data
+from roundpipe_fx.analysis.cost import depends_on_data, learned_name
 from roundpipe_fx.ir.joint_graph import tensor_values
 from roundpipe_fx.torch_private import boxed_codegen, graph_module, profile_memory, profiler_runs
 
@@ -35,13 +35,12 @@ def profile_operators(module: fx.GraphModule, see: Callable[[str, int], None]) -
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
         if depends_on_data(node):
-            node.target = _profiled(node.target, tensor_values(node), see)
+            node.target = _profiled(node.target, learned_name(node), tensor_values(node), see)
     graph.set_codegen(boxed_codegen())
     return graph_module(module, graph, module._get_name())
 
 
-def _profiled(target: Any, values: list[Any], see: Callable[[str, int], None]) -> Callable[..., Any]:
-    name = str(target)
+def _profiled(target: Any, name: str, values: list[Any], see: Callable[[str, int], None]) -> Callable[..., Any]:
     device_type = values[0].device.type if values else "cpu"
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -51,5 +50,5 @@ def _profiled(target: Any, values: list[Any], see: Callable[[str, int], None]) -
             lambda: target(*args, **kwargs), device_type, lambda memory: see(name, memory.peak - memory.left)
         )
 
-    run.__name__ = target._schema.name.replace("::", "_")
+    run.__name__ = target.name().replace("::", "_").replace(".", "_")
     return run

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from roundpipe_fx.ir.bodies import draws_inside
 from roundpipe_fx.ir.joint_graph import is_seeded
 from roundpipe_fx.torch_private import graph_module, run_and_save_rng_state, run_with_rng_state
 
@@ -87,7 +88,7 @@ class drawing:
 
 def draws(module: fx.GraphModule) -> bool:
     """Whether a stage module draws or replays random numbers."""
-    return any(_is_random(node) for node in module.graph.nodes)
+    return any(_is_random(node, module) for node in module.graph.nodes)
 
 
 def with_streams(module: fx.GraphModule) -> fx.GraphModule:
@@ -95,8 +96,8 @@ def with_streams(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     graph.set_codegen(module.graph._codegen)
-    for node in graph.nodes:
-        if _is_random(node):
+    for node, original in zip(graph.nodes, module.graph.nodes, strict=True):
+        if _is_random(original, module):
             node.target = _from_stream(node.target)
     return graph_module(module, graph, module._get_name())
 
@@ -106,8 +107,8 @@ def whole(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return _from_stream(call)
 
 
-def _is_random(node: fx.Node) -> bool:
-    return is_seeded(node) or node.target in (run_and_save_rng_state, run_with_rng_state)
+def _is_random(node: fx.Node, module: fx.GraphModule) -> bool:
+    return is_seeded(node) or draws_inside(node, module) or node.target in (run_and_save_rng_state, run_with_rng_state)
 
 
 def _from_stream(operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -237,3 +238,13 @@ def test_outputs_that_are_put_together_are_planned_for() -> None:
             compiled(x)[0].sum().backward()
     assert compiled.plan.pipeline is not None
     assert measured.peak <= compiled.plan.pipeline.peak_bytes[0] <= 1.03 * measured.peak
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_outputs_in_a_dataclass_are_refused(count: int) -> None:
+    @dataclasses.dataclass
+    class Output:
+        value: torch.Tensor
+
+    with pytest.raises(TypeError, match=r"dataclass with tensors, Output \(output\['y'\]\).*register"):
+        merge([{"y": Output(torch.ones(2))} for _ in range(count)])

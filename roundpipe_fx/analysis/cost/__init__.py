@@ -20,7 +20,7 @@ from roundpipe_fx.analysis.cost.real_layout import (
     small_values,
 )
 from roundpipe_fx.analysis.cost.roofline import DEVICES, Roofline, flops_of, roofline_of
-from roundpipe_fx.analysis.cost.workspace import COMPILED_STAGES, depends_on_data, workspaces_of
+from roundpipe_fx.analysis.cost.workspace import COMPILED_STAGES, depends_on_data, learned_name, workspaces_of
 
 __all__ = [
     "COMPILED_STAGES",
@@ -34,6 +34,7 @@ __all__ = [
     "depends_on_data",
     "flops_of",
     "layout_of",
+    "learned_name",
     "lies_plainly",
     "note_real_values",
     "note_sparse_bytes",

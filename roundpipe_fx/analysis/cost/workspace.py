@@ -3,9 +3,10 @@
 Convolutions reorder their operands, attention keeps sums for each thread, operands of another dtype are converted
 first. This is not visible in a graph, so it is measured: each distinct operator call is run once, alone, on made-up
 operands, and the bytes that the allocator hands out are recorded. Custom operators are not run for this, because what
-they do may depend on data, or have effects outside of this process; their workspaces are measured as steps run
-(:class:`roundpipe_fx.api.learned.Learned`), and so is the memory that compiled stages take beyond their plan. What
-collectives copy is known, and must not be observed: processes would plan for different bytes.
+they do may depend on data, or have effects outside of this process; nor are operators with bodies (``cond``, ``scan``),
+which run them as data decides. Their workspaces are measured as steps run (:class:`roundpipe_fx.api.learned.Learned`),
+and so is the memory that compiled stages take beyond their plan. What collectives copy is known, and must not be
+observed: processes would plan for different bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost.signature import signature_of
 from roundpipe_fx.analysis.cost.trial import run_apart, try_alone
+from roundpipe_fx.ir.bodies import is_body
 from roundpipe_fx.ir.collectives import copied_bytes, is_functional_collective
 from roundpipe_fx.ir.joint_graph import Mark, has_side_effect, has_tag, input_nodes, is_view, tensor_values
 
-__all__ = ["COMPILED_STAGES", "depends_on_data", "is_measured", "workspaces_of"]
+__all__ = ["COMPILED_STAGES", "depends_on_data", "is_measured", "learned_name", "workspaces_of"]
 
 aten = torch.ops.aten
 
@@ -59,7 +61,7 @@ def workspaces_of(
         nodes: operations on fake tensors.
         device: the device to measure on.
         fused: whether a compiler fuses pointwise operations, which then have no workspace.
-        learned: measured bytes of custom operators, and of compiled stages, by name.
+        learned: measured bytes of operators that are custom or have bodies, and of compiled stages, by name.
 
     Returns:
         bytes by node; absent where a node has no workspace.
@@ -75,7 +77,7 @@ def workspaces_of(
         if is_functional_collective(node.target):
             workspaces[node] += copied_bytes(node)
         elif depends_on_data(node):
-            workspaces[node] += learned.get(str(node.target), 0)
+            workspaces[node] += learned.get(learned_name(node), 0)
         elif is_measured(node, device) and not (fused and _is_pointwise(node)):
             asked.setdefault(signature_of(node, _is_free_of_sizes(node)), []).append(node)
     measured = run_apart(lambda: {signature: _measure(same[0], device) for signature, same in asked.items()})
@@ -88,9 +90,21 @@ def workspaces_of(
 def depends_on_data(node: fx.Node) -> bool:
     """Whether the workspace of a node's operator depends on values, or is not known."""
     target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return any(is_body(source) for source in input_nodes(node))
     if not isinstance(target, torch._ops.OpOverload) or is_functional_collective(target):
         return False
     return (target.namespace not in _OWN or target.overloadpacket is aten._grouped_mm) and not is_view(node)
+
+
+def learned_name(node: fx.Node) -> str:
+    """The name under which the workspace of a node that depends on data is learned.
+
+    The forward and the backward of an operator with bodies are often calls of the same operator, and one of them needs
+    much more; they differ in their operands.
+    """
+    with_bodies = isinstance(node.target, torch._ops.HigherOrderOperator)
+    return signature_of(node, single=True) if with_bodies else str(node.target)
 
 
 def _makes_something(node: fx.Node) -> bool:

@@ -1,0 +1,36 @@
+"""Operators with bodies: ``torch.cond``, ``scan``, ``map``, ``while_loop`` and other higher-order operators.
+
+A body is a graph module, which the graph that calls the operator has as an attribute.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+
+from roundpipe_fx.ir.joint_graph import input_nodes, is_seeded
+
+__all__ = ["bodies_of", "draws_inside", "is_body"]
+
+
+def is_body(node: fx.Node) -> bool:
+    """Whether a node is the body of a higher-order operator: a module that the graph has as an attribute, no value."""
+    return node.op == "get_attr" and "val" not in node.meta
+
+
+def bodies_of(node: fx.Node, module: nn.Module) -> list[fx.GraphModule]:
+    """The bodies of a higher-order operator, and those of operators inside of them; none of other nodes.
+
+    Args:
+        node: a node.
+        module: the module whose graph it is part of.
+    """
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    called = [getattr(module, str(source.target)) for source in input_nodes(node) if is_body(source)]
+    return [*called, *(inner for body in called for nested in body.graph.nodes for inner in bodies_of(nested, body))]
+
+
+def draws_inside(node: fx.Node, module: nn.Module) -> bool:
+    """Whether a body of a higher-order operator draws random numbers. Arguments as for :func:`bodies_of`."""
+    return any(is_seeded(inner) for body in bodies_of(node, module) for inner in body.graph.nodes)
