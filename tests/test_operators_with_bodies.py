@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -67,6 +68,26 @@ def test_bits(function: Function, options: dict[str, object]) -> None:
 def test_what_must_not_run_twice_is_saved(function: Function, result: str, why: str) -> None:
     plan = roundpipe_fx.compile(_Around(function), recompute="full").trace(torch.randn(24, 16))
     assert f"never recomputed: {why}" in plan.explain(result)
+
+
+def _dropout_in_cond(x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > -1e9, lambda x: F.dropout(x * 2, 0.5), lambda x: x.cos(), (x,))
+
+
+def test_a_body_that_draws_again_in_the_backward_is_told_of() -> None:
+    """Where PyTorch's own gradients have another mask, eagerly too."""
+    x = torch.rand(24, 16, requires_grad=True) + 0.5
+    x.retain_grad()
+    dropped = _dropout_in_cond(x)
+    dropped.sum().backward()
+    assert not torch.equal(x.grad != 0, dropped != 0)
+    for options in ({}, {"num_microbatches": 2}):
+        model = _Around(_dropout_in_cond)
+        with pytest.warns(UserWarning, match="draws random numbers"):
+            roundpipe_fx.compile(model, **options).trace(torch.randn(24, 16))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "roundpipe_fx")
+        roundpipe_fx.compile(_Around(_dropout_in_scan)).trace(torch.randn(24, 16))
 
 
 @pytest.mark.parametrize("function", [_scan, _cond])

@@ -32,6 +32,7 @@ from roundpipe_fx.frontend.capture import capture, is_outermost, joint_graph_of,
 from roundpipe_fx.frontend.graph_breaks import warn_of_graph_break
 from roundpipe_fx.frontend.opaque_backward import OpaqueCall
 from roundpipe_fx.frontend.own_gradients import own_gradients
+from roundpipe_fx.frontend.redrawn_numbers import warn_of_redrawn_numbers
 from roundpipe_fx.frontend.size_range import lower_for_sizes
 from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor
 from roundpipe_fx.ir.options import Options
@@ -84,10 +85,12 @@ class _Compilation:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if not is_outermost(joint):
             return torch_private.default_partition(joint, _inputs, num_fwd_outputs=num_fwd_outputs)
-        if self.pipelining is not None:
-            return self._partition_for_pipeline(joint, num_fwd_outputs, self.pipelining)
         differentiated = torch_private.differentiated_outputs(joint)
-        self.lowered = self._for_sizes(self._view(joint, num_fwd_outputs), self._lower, lambda lowered: lowered)
+        view = self._view(joint, num_fwd_outputs)
+        warn_of_redrawn_numbers(view)
+        if self.pipelining is not None:
+            return self._partition_for_pipeline(view, differentiated, self.pipelining)
+        self.lowered = self._for_sizes(view, self._lower, lambda lowered: lowered)
         self.on_plan(self.lowered.plan)
         assert self.lowered.backward is not None
         self.noted = self._noted(self.lowered, differentiated)
@@ -142,10 +145,9 @@ class _Compilation:
             return lower(view)
 
     def _partition_for_pipeline(
-        self, joint: fx.GraphModule, num_fwd_outputs: int, pipelining: Pipelining
+        self, view: JointGraph, differentiated: Sequence[int], pipelining: Pipelining
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        differentiated = torch_private.differentiated_outputs(joint)
-        pipeline = self._lower_pipeline(self._view(joint, num_fwd_outputs), pipelining)
+        pipeline = self._lower_pipeline(view, pipelining)
         seen = Seen(self._see_size, self.learned.see_workspace) if pipeline.budget is not None else None
         self.graph = pipelined_graph(pipeline, differentiated, pipelining.loss_reduction, seen)
         self.lowered = pipeline.main.lowered

@@ -5,6 +5,8 @@ A body is a graph module, which the graph that calls the operator has as an attr
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 from torch import fx, nn
 
@@ -27,8 +29,9 @@ def bodies_of(node: fx.Node, module: nn.Module) -> list[fx.GraphModule]:
     """
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return []
-    called = [getattr(module, str(source.target)) for source in input_nodes(node) if is_body(source)]
-    return [*called, *(inner for body in called for nested in body.graph.nodes for inner in bodies_of(nested, body))]
+    called = [attrgetter(str(source.target))(module) for source in input_nodes(node) if is_body(source)]
+    bodies = [body for body in called if isinstance(body, fx.GraphModule)]
+    return [*bodies, *(inner for body in bodies for nested in body.graph.nodes for inner in bodies_of(nested, body))]
 
 
 def draws_inside(node: fx.Node, module: nn.Module) -> bool:
