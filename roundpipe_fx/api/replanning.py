@@ -121,15 +121,16 @@ def _over_processes(
 
 def _fitted(run: Callable[[], Any], recompile: Callable[[], None], learned: Learned) -> Any:
     """Run a step; recompile it for a smaller budget if its microbatches do not fit together."""
-    before = learned.share
+    before, refused = learned.share, False
     for _ in range(_TRIES):
         try:
             return run()
         except UnequalMicrobatchesError as error:
-            if error.least:
-                learned.share = before
+            if error.least and refused:
                 raise
-            learned.share *= _CLOSER * error.allowed / error.needed
+            # Dynamo has seen several sizes by now and may trace one graph for all of them, which decides what is least.
+            refused = error.least
+            learned.share = before if refused else learned.share * _CLOSER * error.allowed / error.needed
             log.info("%s Replanning with %.0f%% of the budget.", error, 100 * learned.share)
             recompile()
     learned.share = 0.0  # the plans that need least

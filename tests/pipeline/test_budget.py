@@ -276,6 +276,37 @@ def test_the_least_budget_of_unequal_microbatches_can_be_met(rows: int, microbat
         assert step(compiled, equal) <= least
 
 
+def test_the_least_budget_is_the_one_of_the_graph_that_dynamo_ends_with() -> None:
+    """It traces the second size as one that varies, and, when both are planned for less, one graph for both sizes."""
+
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            image = torch.tanh(self.first(x)).view(-1, 1, 4, 4)
+            image = nn.functional.interpolate(image, scale_factor=2, mode="bilinear", align_corners=False)
+            image = nn.functional.interpolate(image, size=(5, 3), mode="bicubic")
+            image = nn.functional.interpolate(image, size=(4, 4), mode="nearest")
+            return self.second(torch.tanh(image.reshape(-1, 16))).square().mean()
+
+    model, x = Scaling(), torch.randn(23, 16)
+
+    def step(budget: int) -> int:
+        torch._dynamo.reset()
+        compiled = roundpipe_fx.compile(
+            copy.deepcopy(model), devices=["cpu"], num_microbatches=2, schedule="1f1b", memory_budget=budget
+        )
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            compiled(x).backward()
+        return peak.bytes
+
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
+        step(1)
+    assert step(refused.value.minimum) <= refused.value.minimum
+
+
 def test_a_budget_changes_no_bit() -> None:
     import torch
 
