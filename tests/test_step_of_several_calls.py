@@ -161,6 +161,38 @@ def test_a_share_is_one_of_the_whole_step() -> None:
     assert recomputed[0] > recomputed[1] >= recomputed[2]
 
 
+def test_a_share_is_not_refused_after_a_graph_break() -> None:
+    """The first step shows that a part returns a scalar that another one reads, and needs more than was known."""
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.first(x))
+            target = x.detach().roll(1, 1)
+            scale = F.poisson_nll_loss(x, target.abs()) + F.gaussian_nll_loss(x, target, x.exp())  # reads a value
+            return self.second(torch.tanh(x * scale)).square().mean()
+
+    plain, x = Broken(), torch.randn(24, 16)
+    plain(x).backward()
+    peaks = []
+    for share in (0.0, 0.5, 1.0):
+        model = copy.deepcopy(plain)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compiled = roundpipe_fx.compile(model, memory_budget=share, tiling="never")
+            for _ in range(3):
+                model.zero_grad()
+                with roundpipe_fx.measure_peak("cpu") as peak:
+                    compiled(x).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        peaks.append(peak.bytes)
+    assert peaks == sorted(peaks)
+
+
 def test_calls_that_end_before_the_next_begins_are_no_step_of_several() -> None:
     compiled = roundpipe_fx.compile(_layers(4), memory_budget=0.3)
 

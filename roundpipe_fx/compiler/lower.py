@@ -15,7 +15,7 @@ from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.analysis.cost.trial import write_trials
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
-from roundpipe_fx.budget import default_budget
+from roundpipe_fx.budget import InfeasibleBudgetError, default_budget
 from roundpipe_fx.compiler.cached_marks import FIRST_MARKING_PASS, mark_as_cached, marks_as_data, remove_marks
 from roundpipe_fx.compiler.class_tiles import class_regions
 from roundpipe_fx.compiler.emit import device_of, emit, emit_by_policy
@@ -95,12 +95,19 @@ def lower(
             remove_marks(joint)
     unmarked = [node.name for node in joint.computed()]
     joint = setting.run(joint, PassLevel.JOINT, start=marking)
-    budget = asked_budget(joint, options, setting.device) if training else None
+    asked = budget = asked_budget(joint, options, setting.device) if training else None
     if step is not None and step.limit is not None:
         budget = step.limit
         setting = dataclasses.replace(setting, share=1.0)
     if budget is not None:
-        lowered = plan_with_tiles(joint, options.tiling, budget, _tiling_steps(_looking_in_tiles(joint, setting)))
+        steps = _tiling_steps(_looking_in_tiles(joint, setting))
+        try:
+            lowered = plan_with_tiles(joint, options.tiling, budget, steps)
+        except InfeasibleBudgetError as error:
+            if not isinstance(asked, float):
+                raise
+            # The limit is a share of what graphs needed when they were planned alone, before a step had shown all.
+            lowered = plan_with_tiles(joint, options.tiling, error.minimum, steps)
         if file is not None and not lowered.is_tiled:
             marks = marks_as_data(joint, unmarked, lowered.joint.segments, lowered.joint.cuts)
             if marks is not None:
