@@ -34,10 +34,7 @@ def _mark_phases(joint: JointGraph) -> None:
     Nodes without a tag (added by other passes) follow their users: those that no forward node or output needs are
     backward.
     """
-    depends_on_tangent: set[fx.Node] = set(joint.tangents)
-    for node in joint.computed():
-        if any(source in depends_on_tangent for source in input_nodes(node)):
-            depends_on_tangent.add(node)
+    depends_on_tangent = joint.dependent_on_tangents()
     needed_by_forward = {output for output in joint.forward_outputs if isinstance(output, fx.Node)}
     for node in reversed(list(joint.computed())):
         tag = node.meta.get("partitioner_tag")

@@ -23,7 +23,7 @@ import torch
 from torch import fx, nn
 
 from roundpipe_fx.analysis.host_sync import why_host_sync
-from roundpipe_fx.ir.bodies import bodies_of, draws_inside
+from roundpipe_fx.ir.bodies import bodies_of, draws, draws_inside
 from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
@@ -31,7 +31,6 @@ from roundpipe_fx.ir.joint_graph import (
     Phase,
     has_side_effect,
     input_nodes,
-    is_seeded,
     is_symbolic_scalar,
     is_view,
     node_outputs,
@@ -53,14 +52,13 @@ def hoist_host_syncs(joint: JointGraph, registered: Collection[Any] = (), collec
         registered: operators (``OpOverload`` or ``OpOverloadPacket``) that the user declared to force a host sync.
         collectives: whether those of the forward must not run twice: where all ranks follow one plan, they may.
     """
-    tangent_dependent = _tangent_dependent(joint)
+    tangent_dependent = joint.dependent_on_tangents()
     for node in list(joint.computed()):
         reason = _host_sync(node, registered, joint.module)
         if reason is None or (is_collective(node.target) and not collectives):
             continue
         if node.meta[Mark.PHASE] is not Phase.FORWARD:
-            draws = is_seeded(node) or draws_inside(node, joint.module)
-            if node in tangent_dependent or has_side_effect(node) or draws:
+            if node in tangent_dependent or has_side_effect(node) or draws(node, joint.module):
                 continue
             _move_to_forward(joint, node)
         node.meta[Mark.MUST_SAVE] = reason
@@ -147,14 +145,6 @@ def _mixes(node: fx.Node) -> bool:
     return any(value.dtype in _INTEGERS for value in values) and any(
         value.is_floating_point() or value.is_complex() for value in values
     )
-
-
-def _tangent_dependent(joint: JointGraph) -> set[fx.Node]:
-    dependent: set[fx.Node] = set(joint.tangents)
-    for node in joint.computed():
-        if any(source in dependent for source in input_nodes(node)):
-            dependent.add(node)
-    return dependent
 
 
 def _move_to_forward(joint: JointGraph, node: fx.Node) -> None:

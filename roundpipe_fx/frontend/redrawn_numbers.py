@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import warnings
 
-from torch import fx
-
 from roundpipe_fx.ir.bodies import draws_inside
-from roundpipe_fx.ir.joint_graph import JointGraph, input_nodes
+from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.source import line_of
 
 __all__ = ["warn_of_redrawn_numbers"]
@@ -23,13 +21,9 @@ def warn_of_redrawn_numbers(joint: JointGraph) -> None:
     Args:
         joint: a captured graph.
     """
-    dependent: set[fx.Node] = set(joint.tangents)
-    lines = {}
-    for node in joint.computed():
-        if any(source in dependent for source in input_nodes(node)):
-            dependent.add(node)
-            if draws_inside(node, joint.module):
-                lines[line_of(node)] = str(node.target)
+    dependent = joint.dependent_on_tangents()
+    redrawing = [node for node in joint.computed() if node in dependent and draws_inside(node, joint.module)]
+    lines = {line_of(node): str(node.target) for node in redrawing}
     for line, operator in lines.items():
         where = f" at {line}" if line else ""
         warnings.warn(

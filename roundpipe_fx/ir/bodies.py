@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from roundpipe_fx.ir.joint_graph import input_nodes, is_seeded
 
-__all__ = ["bodies_of", "draws_inside", "is_body"]
+__all__ = ["bodies_of", "draws", "draws_inside", "is_body"]
 
 
 def is_body(node: fx.Node) -> bool:
@@ -37,3 +37,8 @@ def bodies_of(node: fx.Node, module: nn.Module) -> list[fx.GraphModule]:
 def draws_inside(node: fx.Node, module: nn.Module) -> bool:
     """Whether a body of a higher-order operator draws random numbers. Arguments as for :func:`bodies_of`."""
     return any(is_seeded(inner) for body in bodies_of(node, module) for inner in body.graph.nodes)
+
+
+def draws(node: fx.Node, module: nn.Module) -> bool:
+    """Whether a node draws random numbers, itself or in a body. Arguments as for :func:`bodies_of`."""
+    return is_seeded(node) or draws_inside(node, module)

@@ -291,6 +291,18 @@ class JointGraph:
         """
         return [node for node in self.computed() if node.meta.get(Mark.PHASE) is phase]
 
+    def dependent_on_tangents(self) -> set[fx.Node]:
+        """What depends on incoming gradients.
+
+        Returns:
+            these, and the nodes that are computed from them.
+        """
+        dependent: set[fx.Node] = set(self.tangents)
+        for node in self.computed():
+            if any(source in dependent for source in input_nodes(node)):
+                dependent.add(node)
+        return dependent
+
     def copy(self) -> JointGraph:
         """A copy of the graph, which can be rewritten independently.
 

@@ -14,8 +14,8 @@ from roundpipe_fx.analysis.stage_calls import HeldBytes, simulate_calls
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.values_on_host import is_wanted_on_host, may_be_on_host
-from roundpipe_fx.ir.bodies import draws_inside
-from roundpipe_fx.ir.joint_graph import Phase, is_seeded, tensor_values
+from roundpipe_fx.ir.bodies import draws
+from roundpipe_fx.ir.joint_graph import Phase, tensor_values
 from roundpipe_fx.schedules import ActionKind, Held, StageAction, StageGraph, StepCosts
 from roundpipe_fx.torch_private import run_and_save_rng_state
 
@@ -78,10 +78,7 @@ def _carried(
 
 def _draws(call: StageModule) -> bool:
     """Whether a stage module draws new random numbers; replaying saved states does not change a generator."""
-    return any(
-        is_seeded(node) or draws_inside(node, call.module) or node.target is run_and_save_rng_state
-        for node in call.module.graph.nodes
-    )
+    return any(draws(node, call.module) or node.target is run_and_save_rng_state for node in call.module.graph.nodes)
 
 
 def step_costs(

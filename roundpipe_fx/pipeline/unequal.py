@@ -26,7 +26,7 @@ class UnequalMicrobatchesError(InfeasibleBudgetError):
     Attributes:
         needed: bytes of the device that needs most.
         allowed: bytes that the user allows it.
-        least: whether the plans are those that need least, so that replanning does not help.
+        least: whether the plans are those that need least.
     """
 
     def __init__(self, needed: int, allowed: int, least: bool) -> None:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.ir.bodies import draws_inside
-from roundpipe_fx.ir.joint_graph import is_seeded
+from roundpipe_fx.ir import bodies
 from roundpipe_fx.torch_private import graph_module, run_and_save_rng_state, run_with_rng_state
 
 __all__ = [
@@ -108,7 +107,7 @@ def whole(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _is_random(node: fx.Node, module: fx.GraphModule) -> bool:
-    return is_seeded(node) or draws_inside(node, module) or node.target in (run_and_save_rng_state, run_with_rng_state)
+    return bodies.draws(node, module) or node.target in (run_and_save_rng_state, run_with_rng_state)
 
 
 def _from_stream(operation: Callable[..., Any]) -> Callable[..., Any]:
