@@ -41,6 +41,41 @@ def _retained(model: nn.Module) -> None:
     second.backward()
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second = _layers(3), nn.Linear(16, 8), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.trunk(x)
+        return self.first(x).square().mean(), self.second(x).sigmoid().mean()
+
+
+def _loss_by_loss(model: nn.Module) -> None:
+    first, second = model(X)
+    first.backward(retain_graph=True)
+    second.backward()
+
+
+def _norms_of_gradients(model: nn.Module) -> None:
+    """As weights of losses that are balanced by their gradients need them."""
+    losses = model(X)
+    weights = list(model.trunk[-1].parameters())
+    norms = [sum(g.norm() for g in torch.autograd.grad(loss, weights, retain_graph=True)) for loss in losses]
+    (losses[0] / norms[0] + losses[1] / norms[1]).backward()
+
+
+def _losses_outside(model: nn.Module) -> None:
+    output = model(X)
+    output.square().mean().backward(retain_graph=True)
+    output.abs().mean().backward(retain_graph=True)
+    output.tanh().mean().backward()
+
+
+def _never_freed(model: nn.Module) -> None:
+    sum(model(X)).backward(retain_graph=True)
+
+
 def _one_by_one(model: nn.Module) -> None:
     first, second = model(X), model(-X)
     first.square().mean().backward()
@@ -73,6 +108,9 @@ def _broken(model: nn.Module) -> None:
 
 STEPS: list[tuple[Step, Callable[[], nn.Module]]] = [
     *((step, lambda: _layers(3)) for step in (_siamese, _triplet, _retained, _one_by_one, _with_a_target)),
+    (_losses_outside, lambda: _layers(3)),
+    (_loss_by_loss, Heads),
+    (_norms_of_gradients, Heads),
     (_broken, Broken),
 ]
 
@@ -114,6 +152,27 @@ def test_the_second_step_is_within_the_budget(step: Step, make: Callable[[], nn.
         for _ in range(2):
             _measured(compiled, step)
     assert refused.value.minimum == minimum
+
+
+def test_a_graph_that_is_retained_to_no_end_is_planned_for() -> None:
+    """Such a step ends when its outputs are dropped, which is seen before the next one is planned."""
+    model = roundpipe_fx.compile(Heads(), memory_budget=0.0)
+    first, _ = _measured(model, _never_freed)
+    assert first > model.plan.budget
+    second, told = _measured(model, _never_freed)
+    assert len(told) == 1 and "went backward once and kept its saved values" in told[0]
+    assert second <= model.plan.peak_bytes <= model.plan.budget
+    plans = len(model.plans)
+    assert _measured(model, _never_freed) == (second, []) and len(model.plans) == plans
+
+
+def test_in_place_steps_with_several_backwards_are_told_of() -> None:
+    model = Heads()
+    model.compile(backend="roundpipe_fx", options={"memory_budget": 0.0})
+    told = _measured(model, _loss_by_loss)[1]
+    (plan,) = roundpipe_fx.plans(model)
+    assert len(told) == 1 and "went backward 2 times" in told[0] and f"memory_budget is {plan.budget} bytes" in told[0]
+    assert "torch.compile does not replan" in told[0]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +308,7 @@ def test_pipelined_calls_that_are_alive_at_once_are_told_of() -> None:
 # The simulation, by figures that can be worked out by hand.
 
 CALL = Footprint(forward=50, saved=30, outputs=4, loss=7, arriving=2, backward=20, gradients={0: 10})
-F_, B_, X_ = NotedEvent.FORWARD, NotedEvent.BACKWARD, NotedEvent.FREED
+F_, B_, R_, X_ = NotedEvent.FORWARD, NotedEvent.BACKWARD, NotedEvent.RETAINED, NotedEvent.FREED
 
 
 def _step(events: list[tuple[NotedEvent, int]], count: int, footprint: Footprint = CALL, **others: Any) -> NotedStep:
@@ -277,7 +336,7 @@ def test_peaks_of_steps() -> None:
 
 def test_what_autograd_holds_tells_which_calls_are_alive() -> None:
     steps: list[NotedStep] = []
-    calls = StepCalls(lambda count, noted: steps.append(noted()))
+    calls = StepCalls(lambda _, noted: steps.append(noted()))
     graph = NotedGraph(name="g", footprint=CALL, outputs=1, parameters=frozenset(), differentiated=frozenset({0}))
 
     def program(arguments: list[Any]) -> tuple[Any, ...]:
@@ -301,7 +360,7 @@ def test_what_autograd_holds_tells_which_calls_are_alive() -> None:
 def test_a_call_that_holds_only_its_output_ends_after_its_own_backward() -> None:
     """Where the next layer's backward frees the output, gradients of the layer before are still to come."""
     steps: list[NotedStep] = []
-    calls = StepCalls(lambda count, noted: steps.append(noted()))
+    calls = StepCalls(lambda _, noted: steps.append(noted()))
     graph = NotedGraph(name="g", footprint=CALL, outputs=1, parameters=frozenset(), differentiated=frozenset({0}))
     forward = calls.forward(lambda arguments: (arguments[0].exp(),), graph)
     backward = calls.backward(lambda arguments: (arguments[0],), graph)
@@ -325,7 +384,7 @@ def test_a_call_that_holds_only_its_output_ends_after_its_own_backward() -> None
 def test_calls_end_with_their_backward_whoever_else_holds_what_they_saved() -> None:
     """Threads of gloo hold what they communicate a little longer, on some ranks and not on others."""
     steps: list[NotedStep] = []
-    calls = StepCalls(lambda count, noted: steps.append(noted()))
+    calls = StepCalls(lambda _, noted: steps.append(noted()))
     graph = NotedGraph(name="g", footprint=CALL, outputs=1, parameters=frozenset(), differentiated=frozenset({0}))
     forward = calls.forward(lambda arguments: (arguments[0] + 1, arguments[0].exp()), graph)
     backward = calls.backward(lambda arguments: (arguments[0] * arguments[1],), graph)
@@ -348,4 +407,4 @@ def test_calls_end_with_their_backward_whoever_else_holds_what_they_saved() -> N
     assert not steps
     loss.backward()
     (step,) = steps
-    assert step.events == ((F_, 0), (F_, 1), (B_, 1), (B_, 0), (B_, 1), (X_, 1), (B_, 0), (X_, 0))
+    assert step.events == ((F_, 0), (F_, 1), (R_, 1), (R_, 0), (B_, 1), (X_, 1), (B_, 0), (X_, 0))

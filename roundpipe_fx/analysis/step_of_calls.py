@@ -1,10 +1,13 @@
-"""A step of several calls: the memory of calls that are alive at the same time.
+"""A step of several calls or backwards: the memory of calls that are alive at the same time.
 
 A budget applies to the step, and a step may call the model several times before the backward (a Siamese loss, a
 discriminator that sees real and generated data), or run it as several graphs. While the forward of a call runs, earlier
 calls hold their saved values and outputs; while its backward runs, they still do, and the gradients of later calls are
 allocated. The calls of a step are observed as it runs (:mod:`roundpipe_fx.runtime.step_calls`); the memory of each call
 follows from its plan, as a *footprint*. The peak of the step is computed by going through its events once.
+
+A call may also go backward several times (``retain_graph=True``, one backward for each of several losses). All but the
+last keep what the call has saved, and gradients of the later ones are made beside those of the earlier ones.
 
 Outputs count until the step is over, and so do inputs of later calls that no earlier call was given, since they may
 have been computed within the step. What other code allocates, beyond the loss that plans expect
@@ -15,10 +18,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roundpipe_fx.analysis.liveness import Event, levels_of
+from roundpipe_fx.analysis.liveness import Event, levels_of, lifetimes_of
 
 __all__ = [
     "Footprint",
@@ -27,6 +31,7 @@ __all__ = [
     "NotedStep",
     "StepNeeds",
     "footprint_of",
+    "is_usual",
     "most_alive",
     "peak_of_step",
 ]
@@ -43,6 +48,7 @@ class Footprint:
         loss: peak of a loss outside the model.
         arriving: what stays allocated until the backward is over: the loss and the incoming gradients.
         backward: peak of its backward beyond all these.
+        retained: the same for a backward that keeps the saved values for another one (``retain_graph=True``).
         gradients: gradients, by number of the input.
     """
 
@@ -52,6 +58,7 @@ class Footprint:
     loss: int = 0
     arriving: int = 0
     backward: int = 0
+    retained: int = 0
     gradients: Mapping[int, int] = field(default_factory=dict)
 
     @property
@@ -86,23 +93,35 @@ def footprint_of(
     before = max((during for during, _ in levels[:forward]), default=0)
     during_loss, held = levels[forward]
     come = sum(sizes[storage] for storage in arriving.get(forward + 1, ()))
-    within = max((during for during, _ in levels[forward + 1 :]), default=held + come)
+
+    def peak_beyond(levels: Sequence[tuple[int, int]]) -> int:
+        within = max((during for during, _ in levels[forward + 1 :]), default=held + come)
+        return max(within - held - come, 0) + beyond
+
+    lifetimes = lifetimes_of(events, lasting, arriving)
+    saved = [storage for storage, (first, last) in lifetimes.items() if first <= forward < last]
+    retaining = levels_of(events, sizes, [*lasting, *saved], arriving)
     return Footprint(
         forward=max(before, during_loss - events[forward].workspace),
         saved=max(held - outputs, 0),
         outputs=outputs,
         loss=events[forward].workspace,
         arriving=come,
-        backward=max(within - held - come, 0) + beyond,
+        backward=peak_beyond(levels),
+        retained=peak_beyond(retaining),
         gradients=gradients,
     )
 
 
 class NotedEvent(enum.Enum):
-    """What happens to a call: its forward runs, its backward runs, its saved values are freed."""
+    """What happens to a call: its forward runs, its backward runs, its saved values are freed.
+
+    A retained backward keeps the saved values, so that another one may follow (``retain_graph=True``).
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    RETAINED = "retained"
     FREED = "freed"
 
 
@@ -153,6 +172,30 @@ class NotedStep:
         )
         return calls, self.events
 
+    @property
+    def retains(self) -> bool:
+        """Whether a backward of it kept the saved values for another one."""
+        return any(event is NotedEvent.RETAINED for event, _ in self.events)
+
+    @property
+    def most_backwards(self) -> int:
+        """Largest number of backwards of one call."""
+        times = Counter(number for event, number in self.events if event in _BACKWARDS)
+        return max(times.values(), default=0)
+
+
+_BACKWARDS = (NotedEvent.BACKWARD, NotedEvent.RETAINED)
+
+
+def is_usual(calls: int, events: Sequence[tuple[NotedEvent, int]]) -> bool:
+    """Whether a step is one call that goes backward at most once, during which its saved values die.
+
+    Args:
+        calls: number of its calls.
+        events: its events.
+    """
+    return calls == 1 and [event for event, _ in events if event in _BACKWARDS] in ([], [NotedEvent.BACKWARD])
+
 
 def most_alive(step: NotedStep, graph: str | None = None) -> int:
     """Largest number of calls of a graph, or of all graphs, that are alive at the same time in a step."""
@@ -179,6 +222,7 @@ def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
     live = peak = 0
     totals: dict[int, int] = {}  # bytes of accumulated gradients, by storage of the input
     waiting: list[int] = []  # calls whose outputs go into a loss that is not computed yet
+    went_back: set[int] = set()
     for what, number in step.events:
         call = step.calls[number]
         footprint = footprints.get(call.graph, call.footprint)
@@ -188,16 +232,21 @@ def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
             live += footprint.held
             if not call.consumed:
                 waiting.append(number)
-        elif what is NotedEvent.BACKWARD:
+        elif what in _BACKWARDS:
+            if number in went_back and not call.consumed:
+                waiting.append(number)  # the loss of another backward has memory of its own
+            went_back.add(number)
             losses = [footprints.get(step.calls[n].graph, step.calls[n].footprint) for n in waiting]
             waiting.clear()
             peak = max(peak, live + sum(loss.loss for loss in losses))
             live += sum(loss.arriving for loss in losses)
-            peak = max(peak, live + footprint.backward)
+            is_retained = what is NotedEvent.RETAINED
+            peak = max(peak, live + (footprint.retained if is_retained else footprint.backward))
             made = sum(footprint.gradients.values())
             added = [size for place, size in footprint.gradients.items() if call.inputs[place] in totals]
             # Autograd accumulates the gradients of an input one after another, out of place the first time.
-            peak = max(peak, live - footprint.saved + made + max(added, default=0))
+            freed = 0 if is_retained else footprint.saved
+            peak = max(peak, live - freed + made + max(added, default=0))
             live += made - sum(added)
             totals.update((call.inputs[place], size) for place, size in footprint.gradients.items())
             # The gradients of its outputs, which later calls have computed, have been read.

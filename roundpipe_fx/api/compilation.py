@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.analysis.cost import COMPILED_STAGES
+from roundpipe_fx.analysis.cost import COMPILED_STAGES, tensor_bytes
 from roundpipe_fx.analysis.outside_loss import expect_loss, lasting_bytes, returned_view_bytes
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
@@ -34,7 +34,7 @@ from roundpipe_fx.frontend.opaque_backward import OpaqueCall
 from roundpipe_fx.frontend.own_gradients import own_gradients
 from roundpipe_fx.frontend.redrawn_numbers import warn_of_redrawn_numbers
 from roundpipe_fx.frontend.size_range import lower_for_sizes
-from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor, tensor_values
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.distributed import place_gradients
 from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph, plan_of_pipeline
@@ -45,6 +45,7 @@ from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.bridge import observed, pipelined
 from roundpipe_fx.runtime.executor import load_program
 from roundpipe_fx.runtime.gradient_observer import gradient_observer
+from roundpipe_fx.runtime.incoming_gradients import leaving_out, receiving, returning
 from roundpipe_fx.runtime.profiled_step import ProfiledStep
 from roundpipe_fx.runtime.size_observer import size_observer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
@@ -79,21 +80,22 @@ class _Compilation:
     """Held until all stages are compiled, which hold what they call."""
     call_name: str = ""
     noted: NotedGraph | None = None
+    differentiated: Sequence[int] = ()
 
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if not is_outermost(joint):
             return torch_private.default_partition(joint, _inputs, num_fwd_outputs=num_fwd_outputs)
-        differentiated = torch_private.differentiated_outputs(joint)
+        self.differentiated = torch_private.differentiated_outputs(joint)
         view = self._view(joint, num_fwd_outputs)
         warn_of_redrawn_numbers(view)
         if self.pipelining is not None:
-            return self._partition_for_pipeline(view, differentiated, self.pipelining)
+            return self._partition_for_pipeline(view, self.differentiated, self.pipelining)
         self.lowered = self._for_sizes(view, self._lower, lambda lowered: lowered)
         self.on_plan(self.lowered.plan)
         assert self.lowered.backward is not None
-        self.noted = self._noted(self.lowered, differentiated)
+        self.noted = self._noted(self.lowered, self.differentiated)
         return self.lowered.forward.module, self.lowered.backward.module
 
     def _lower(self, joint: JointGraph) -> Lowered:
@@ -199,10 +201,19 @@ class _Compilation:
         self.profiled = self._profile(self.lowered)
         if self.profiled is not None:
             run = self.profiled.forward(run)
+        outputs, gradients = self.lowered.joint.num_forward_outputs, self._incoming()
+        if outputs > 1 and gradients is not None:  # a backward always reads the gradient of a single output
+            traced = [(place, node.meta["val"]) for place, node in zip(self.differentiated, gradients, strict=True)]
+            run = returning(run, outputs, None if self.lowered.static else traced)
         see = size_observer(self.lowered.forward.results, self._see_size) if self.lowered.budget is not None else None
-        # A backward always reads the gradient of a single output.
-        outputs = self.lowered.joint.num_forward_outputs
-        return observed(run, outputs if self.lowered.static and outputs > 1 else 0, see)
+        return observed(run, see)
+
+    def _incoming(self) -> list[fx.Node] | None:
+        """The incoming gradients of the differentiated outputs; ``None`` if one has several, of a tensor subclass."""
+        assert self.lowered is not None
+        gradients = [node for node in self.lowered.joint.tangents if not torch_private.is_effect_token(node)]
+        plain = len(gradients) == len(self.differentiated) and all(is_tensor(node) for node in gradients)
+        return gradients if plain else None
 
     def _see_size(self, symbol: str, size: int) -> None:
         self.learned.see(f"{self.name}/{symbol}", size)
@@ -212,16 +223,35 @@ class _Compilation:
         if self.graph is not None:
             return _never_called  # the pipeline runs the backward
         run = self._load(self.lowered, self.lowered.backward)
+        gradients = self._incoming()
+        if gradients is not None and not self.lowered.static:
+            strides_matter = self.lowered.stage_compiler != "eager"
+            inputs = self.lowered.backward.inputs
+            run = receiving(run, {inputs.index(n): strides_matter or Mark.STRIDED in n.meta for n in gradients})
         if self.noted is not None:
             run = self.learned.calls.backward(run, self.noted)
         if self.profiled is not None:
             run = self.profiled.backward(run)
         unexpected = {node.name for node in self.lowered.joint.tangents} - {node.name for node in self.lowered.tangents}
-        # With symbolic sizes autograd passes zeros for unused outputs, which look like any other gradient.
-        if self.lowered.budget is None or not unexpected or not self.lowered.static:
+        if self.lowered.budget is None or not unexpected:
             return run
         places = {i: node.name for i, node in enumerate(self.lowered.backward.inputs) if node.name in unexpected}
-        return gradient_observer(run, places, functools.partial(self.learned.see_brought, self.operations_name))
+        return gradient_observer(run, places, self._see_gradient)
+
+    def _see_gradient(self, name: str) -> None:
+        """Note an incoming gradient that was not expected."""
+        assert self.lowered is not None
+        self.learned.see_brought(self.operations_name, name)
+        size = sum(tensor_bytes(tensor_values(node)) for node in self.lowered.joint.tangents if node.name == name)
+        self._tell_of_more("the gradient of an output beside the loss", size)
+
+    def _see_workspace(self, operator: str, size: int) -> None:
+        self.learned.see_workspace(operator, size)
+        self._tell_of_more(f"what {operator} allocates beside its results", size)
+
+    def _tell_of_more(self, what: str, size: int) -> None:
+        assert self.lowered is not None and self.lowered.budget is not None
+        self.learned.steps.tell_of_more(what, size, self.lowered.peak.bytes, self.lowered.budget)
 
     def _profile(self, lowered: Lowered) -> ProfiledStep | None:
         """Measures in a step whether compiled stages exceed the budget; ``None`` if that would not change anything.
@@ -274,7 +304,7 @@ class _Compilation:
         return observed(run if noted is None else self.learned.calls.forward(run, noted))
 
     def _load(self, lowered: Lowered, program: Program) -> Boxed:
-        see = self.learned.see_workspace if lowered.budget is not None else None
+        see = self._see_workspace if lowered.budget is not None and lowered is self.lowered else None
         stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled, see)
         return load_program(program, stages, strided=lowered.stage_compiler != "eager")
 
@@ -339,7 +369,7 @@ def compile_graph(
         compile_state=compile_state,
         call_name=f"{name} {_shapes(example_inputs)}",
     )
-    return capture(module, example_inputs, compilation)
+    return leaving_out(capture(module, example_inputs, compilation))
 
 
 def _shapes(inputs: Sequence[Any]) -> str:

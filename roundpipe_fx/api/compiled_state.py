@@ -32,11 +32,10 @@ from roundpipe_fx.pipeline.pytorch_stages import pytorch_stages
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.pipeline.step import Pipeline, Splitting
 from roundpipe_fx.report.plan import Plan
-from roundpipe_fx.runtime.bridge import TraceOnly, outputs_of_programs, trace_only
+from roundpipe_fx.runtime.bridge import TraceOnly, trace_only
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, sum_of
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
 from roundpipe_fx.runtime.stage_updates import check_optimizer
-from roundpipe_fx.torch_private import tree_leaves
 
 __all__ = ["CompiledState", "NoPlanError"]
 
@@ -192,14 +191,7 @@ class CompiledState:
             refuse_sharded_parts(self.original)
             return self._pipeline.forward(args, kwargs)
         self._called = True
-        with outputs_of_programs() as returned:
-            outputs = self._call(args, kwargs)
-        # A language model returns logits beside the loss, which are not differentiated: autograd would create zeros of
-        # their size and keep them until the backward has read them.
-        for output in tree_leaves(outputs) if returned and torch.is_grad_enabled() else ():
-            if output in returned:
-                torch_private.leave_unused_gradients_out(output)
-        return outputs
+        return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.fullgraph:

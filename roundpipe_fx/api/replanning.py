@@ -62,6 +62,7 @@ def replanning(
     if processes is not None:
         return _over_processes(run, recompile, learned, budgeted, processes)
     run = functools.partial(cut_alike, run, recompile)
+    learned.calls.report()
     if learned.steps.stale and torch.is_grad_enabled():
         learned.steps.plan_together(learned.share)
         learned.stale = True

@@ -24,7 +24,7 @@ from roundpipe_fx.pipeline.captured_calls import CapturedCalls, capture_calls, c
 from roundpipe_fx.pipeline.compiled_functions import detached, functions_of, loss_output
 from roundpipe_fx.pipeline.deferred_batch_norm import deferred, tensors_of_sums
 from roundpipe_fx.pipeline.gradients import gather, hand_to_autograd, loss_with_gradients, receivers_of
-from roundpipe_fx.pipeline.incoming_gradients import gradients_of_loss
+from roundpipe_fx.pipeline.gradients_of_loss import gradients_of_loss
 from roundpipe_fx.pipeline.microbatch import (
     SplitTensor,
     check_batch_sizes,

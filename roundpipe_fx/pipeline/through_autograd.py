@@ -14,8 +14,8 @@ import torch
 from roundpipe_fx.pipeline.calls_alive import CallsAlive
 from roundpipe_fx.pipeline.captured_calls import CapturedCalls
 from roundpipe_fx.pipeline.gradients import gather, receivers_of
-from roundpipe_fx.pipeline.incoming_gradients import Like, incoming_gradient
 from roundpipe_fx.pipeline.microbatch import SplitTensor
+from roundpipe_fx.runtime.incoming_gradients import Like, incoming_gradient
 from roundpipe_fx.runtime.pipeline_run import Finished
 
 __all__ = ["through_autograd"]

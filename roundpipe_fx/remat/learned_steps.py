@@ -60,6 +60,7 @@ class LearnedSteps:
         self._limit: int | None = None
         self.outside: dict[str, str] = {}
         self._warned = False
+        self._told_of_more: set[str] = set()
         self._told_of_outside = False
 
     @property
@@ -88,23 +89,44 @@ class LearnedSteps:
         self._footprints[graph] = footprint
         self._asked = asked
 
+    def tell_of_more(self, what: str, size: int, peak: int, budget: int) -> None:
+        """Warn, once, that a step takes memory that its plan does not count, unless the next one will.
+
+        Args:
+            what: takes it.
+            size: bytes.
+            peak: bytes that are planned for a step.
+            budget: bytes that it may take.
+        """
+        if self._replans or peak + size <= budget or what in self._told_of_more:
+            return
+        self._told_of_more.add(what)
+        warnings.warn(
+            f"roundpipe_fx: a step may take {size} bytes ({bytes_text(size)}) more than its plan, for {what}, which "
+            f"the plan does not count: it needs {peak} bytes ({bytes_text(peak)}), and the memory_budget is {budget} "
+            f"bytes ({bytes_text(budget)}). torch.compile does not replan: use roundpipe_fx.compile, which plans the "
+            "next step for it, or give a smaller budget.",
+            StepBudgetWarning,
+            stacklevel=2,
+        )
+
     def runs_eagerly(self, line: object, why: str) -> None:
         """Note where code runs that is part of no graph, and why."""
         if str(line) not in self.outside:
             self.outside[str(line)] = why.partition("\n")[0]
             self._told_of_outside = False
 
-    def see(self, calls: int, noted: Callable[[], NotedStep]) -> None:
+    def see(self, is_usual: bool, noted: Callable[[], NotedStep]) -> None:
         """Note a step that is over. May be called from several threads.
 
         Args:
-            calls: how many it had.
-            noted: the calls it consisted of; not called for the usual step with one call.
+            is_usual: whether it was one call with one backward at most, for which the plans were made.
+            noted: the calls it consisted of; not called for the usual step.
         """
         outside = bool(self.outside) and not self._told_of_outside
         first = self.expected_parts > 0
         self._seen = True
-        if calls == 1 and not outside and not first:
+        if is_usual and not outside and not first:
             return
         step = noted()
         budgets = [self._planned[call.graph].budget for call in step.calls if call.graph in self._planned]
@@ -126,6 +148,10 @@ class LearnedSteps:
         graphs = sorted({call.graph for call in step.calls})
         alive = sum(most_alive(step, graph) for graph in graphs)
         calls = f"up to {alive} calls of {len(graphs)} graphs were alive at once in a step"
+        if step.retains:
+            calls = "a call" if len(step.calls) == 1 else f"{calls}, and one of them"
+            times = "once" if step.most_backwards == 1 else f"{step.most_backwards} times"
+            calls += f" went backward {times} and kept its saved values for another backward (retain_graph=True)"
         held = f"by their plans they hold {peak} bytes ({bytes_text(peak)}) together"
         allowed = f"the memory_budget is {budget} bytes ({bytes_text(budget)})"
         if self.beside and isinstance(self._asked, int):

@@ -10,10 +10,6 @@ be a result travels up as an exception that these runtimes do not catch::
           ├── model(batch) ──────────────────────▶├── compiles it, and calls it ─────▶┤
           │◀──────────────────────────────────────┼──────────────── raises TraceOnly ─┤
           │                                       │                                   │
-          │  outputs_of_programs                  │                                   │
-          ├── model(batch) ──────────────────────▶├── guards, flattens ──────────────▶┤ runs; notes its results
-          │◀── outputs ───────────────────────────┤◀───────────────────────── results ┤
-          │                                       │                                   │
           │  a step in microbatches: each calls the model twice                       │
           │  capture_call                         │                                   │
           ├── model(microbatch) ─────────────────▶├── guards, flattens ──────────────▶┤
@@ -30,11 +26,8 @@ The two exceptions are no ``Exception``, so that no handler of the model's own c
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from roundpipe_fx.runtime.stage_compiler import Boxed
 
@@ -44,7 +37,6 @@ __all__ = [
     "TraceOnly",
     "capture_call",
     "observed",
-    "outputs_of_programs",
     "pipelined",
     "return_results",
     "trace_only",
@@ -59,13 +51,11 @@ class _Requests(threading.local):
 
     Attributes:
         trace_only: not to run.
-        noted: to note their outputs here, by identity; ``None``: not to.
         capture: to raise their arguments.
         results: to return these results, once, after the check; ``None``: not to.
     """
 
     trace_only: bool = False
-    noted: dict[int, weakref.ref[Any]] | None = None
     capture: bool = False
     results: tuple[Sequence[Any], Check] | None = None
 
@@ -111,29 +101,6 @@ class trace_only:
         _requests.trace_only = False
 
 
-class outputs_of_programs:
-    """Context manager that notes the outputs of forward programs that this thread runs, by identity.
-
-    ``output in noted`` tells whether a tensor is itself an output of a compiled program.
-    """
-
-    def __enter__(self) -> outputs_of_programs:
-        self._outer = _requests.noted
-        self._noted: dict[int, weakref.ref[Any]] = {}
-        _requests.noted = self._noted
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        _requests.noted = self._outer
-
-    def __len__(self) -> int:
-        return len(self._noted)
-
-    def __contains__(self, output: object) -> bool:
-        reference = self._noted.get(id(output))
-        return reference is not None and reference() is output
-
-
 def capture_call(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
     """Call the model until its compiled graph, which does not run.
 
@@ -174,12 +141,11 @@ class return_results:
         _requests.results = None
 
 
-def observed(run: Boxed, noted_outputs: int = 0, see: Callable[[Sequence[Any]], None] | None = None) -> Boxed:
-    """Wrap a forward program so that it respects :class:`trace_only` and :class:`outputs_of_programs`.
+def observed(run: Boxed, see: Callable[[Sequence[Any]], None] | None = None) -> Boxed:
+    """Wrap a forward program so that it respects :class:`trace_only`.
 
     Args:
         run: the program.
-        noted_outputs: number of its first results that may be noted.
         see: called with its results.
     """
 
@@ -189,9 +155,6 @@ def observed(run: Boxed, noted_outputs: int = 0, see: Callable[[Sequence[Any]], 
         results = run(arguments)
         if see is not None:
             see(results)
-        if _requests.noted is not None and noted_outputs:
-            outputs = results[:noted_outputs]
-            _requests.noted.update((id(v), weakref.ref(v)) for v in outputs if isinstance(v, torch.Tensor))
         return results
 
     call._boxed_call = True  # type: ignore[attr-defined]

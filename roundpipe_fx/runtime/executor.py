@@ -13,6 +13,7 @@ import torch
 
 from roundpipe_fx.codegen import Program, program_text
 from roundpipe_fx.ir.joint_graph import Mark
+from roundpipe_fx.runtime.incoming_gradients import Like, incoming_gradient
 from roundpipe_fx.runtime.stage_compiler import Boxed
 from roundpipe_fx.runtime.streams import AcceleratorStreams, NoStreams
 
@@ -59,16 +60,11 @@ def load_program(program: Program, stages: Mapping[str, Boxed], strided: bool = 
     return run
 
 
-def _zeros(like: torch.Tensor, in_full: bool) -> torch.Tensor:
-    """The gradient of an output that was not used: an expanded scalar zero, unless its strides matter.
-
-    Tokens of effects have no elements and no memory.
-    """
-    if any(isinstance(size, int) and not size for size in like.shape):
-        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    if in_full:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
-    return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
+def _zeros(traced: torch.Tensor, strided: bool) -> torch.Tensor:
+    """The gradient of an output that was not used; tokens of effects have no elements and no memory."""
+    if any(isinstance(size, int) and not size for size in traced.shape):
+        return torch.empty(traced.shape, dtype=traced.dtype, device=traced.device)
+    return incoming_gradient(None, Like.of(traced, traced), strided)
 
 
 def _streams(program: Program) -> NoStreams | AcceleratorStreams:

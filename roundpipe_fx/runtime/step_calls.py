@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.analysis.step_of_calls import Footprint, NotedCall, NotedEvent, NotedStep
+from roundpipe_fx.analysis.step_of_calls import Footprint, NotedCall, NotedEvent, NotedStep, is_usual
 from roundpipe_fx.runtime.stage_compiler import Boxed
 
 __all__ = ["NotedGraph", "StepCalls"]
@@ -64,14 +64,15 @@ class StepCalls:
     """The calls of a model's current step.
 
     Args:
-        on_step: called when a step is over, with its number of calls and a function that returns the step.
+        on_step: called when a step is over, with whether it is the usual one (one call, which went backward at most
+            once and kept nothing for another backward) and a function that returns the step.
         on_backward: called before the first backward of a step, with a function that returns the step as it will be if
             calls go backward in the opposite order of their forwards.
     """
 
     def __init__(
         self,
-        on_step: Callable[[int, Callable[[], NotedStep]], None],
+        on_step: Callable[[bool, Callable[[], NotedStep]], None],
         on_backward: Callable[[Callable[[], NotedStep]], None] = lambda _: None,
     ) -> None:
         self._on_step = on_step
@@ -92,8 +93,7 @@ class StepCalls:
             nonlocal place
             inputs = tuple(map(_storage, arguments))
             with self._lock:
-                self._end_of_backward()
-                self._finish()
+                self.report()
                 number = self._begin(graph, inputs, arguments)
             if number is None:
                 return run(arguments)
@@ -126,12 +126,13 @@ class StepCalls:
                 if self._calls and not self._is_backward:
                     self._is_backward = True
                     self._on_backward(self._expected)
+                retained = torch_private.graph_is_kept()
                 if number is not None:
-                    self._events.append((NotedEvent.BACKWARD, number))
+                    self._events.append((NotedEvent.RETAINED if retained else NotedEvent.BACKWARD, number))
             results = run(arguments)
             with self._lock:
                 if number is not None:
-                    self._went_back(number)
+                    self._went_back(number, retained)
                 self._finish()
             return results
 
@@ -189,11 +190,11 @@ class StepCalls:
                     return number
         return None
 
-    def _went_back(self, number: int) -> None:
+    def _went_back(self, number: int, retained: bool) -> None:
         call = self._calls[number]
-        kept = torch_private.graph_is_kept() or not torch_private.in_backward()
+        kept = retained or (not torch_private.in_backward() and not call.returned)
         # Others may free it later: threads of gloo hold what they communicate, and ranks would observe different steps.
-        if not kept or call.returned or call.token is None or call.token() is None:
+        if not kept or call.token is None or call.token() is None:
             self._freed(number)
 
     def _freed(self, number: int) -> None:
@@ -201,6 +202,12 @@ class StepCalls:
         if not call.over:
             call.over = True
             self._events.append((NotedEvent.FREED, number))
+
+    def report(self) -> None:
+        """Report the step if it is over: outputs that end it may have been dropped since the last call."""
+        with self._lock:
+            self._end_of_backward()
+            self._finish()
 
     def _end_of_backward(self) -> None:
         for number, call in enumerate(self._calls):
@@ -214,7 +221,7 @@ class StepCalls:
         calls, events = self._calls, self._events
         self._clear()
         if calls:
-            self._on_step(len(calls), lambda: NotedStep(tuple(_noted(calls)), tuple(events)))
+            self._on_step(is_usual(len(calls), events), lambda: NotedStep(tuple(_noted(calls)), tuple(events)))
 
 
 def _noted(calls: Sequence[_Call]) -> list[NotedCall]:

@@ -203,12 +203,18 @@ def default_partition(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.Gra
     return partition(*args, **kwargs)
 
 
-def leave_unused_gradients_out(output: torch.Tensor) -> None:
+def leave_unused_gradients_out(output: torch.Tensor) -> torch.autograd.graph.Node | None:
     """Make autograd pass ``None`` instead of zeros to a compiled backward for unused outputs.
 
     Args:
         output: an output of one of our programs, returned by AOTAutograd. Its backward must accept ``None``.
+
+    Returns:
+        the node of the call, if it has a backward.
     """
+    node: Any = output.grad_fn
     # The class is made in a function, so it is told by its name, which the canary looks for.
-    if type(output.grad_fn).__name__ == "CompiledFunctionBackward":
-        output.grad_fn.set_materialize_grads(False)  # type: ignore[union-attr]
+    if type(node).__name__ != "CompiledFunctionBackward":
+        return None
+    node.set_materialize_grads(False)
+    return node

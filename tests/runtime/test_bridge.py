@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from roundpipe_fx.runtime.bridge import (
     NothingCompiled,
@@ -17,7 +16,6 @@ from roundpipe_fx.runtime.bridge import (
     TraceOnly,
     capture_call,
     observed,
-    outputs_of_programs,
     pipelined,
     return_results,
     trace_only,
@@ -40,16 +38,6 @@ def test_what_is_only_traced_does_not_run() -> None:
         thread.start()
         thread.join()
     assert ran == [(2,)] and forward([2]) == (4,)
-
-
-def test_outputs_of_programs_are_known() -> None:
-    forward = observed(_double, noted_outputs=1)
-    with outputs_of_programs() as noted:
-        first, second = forward([torch.ones(2), torch.ones(2)])
-        with outputs_of_programs() as inner:
-            pass
-        assert len(inner) == 0 and len(noted) == 1
-    assert first in noted and second not in noted and torch.ones(2) not in noted
 
 
 def test_a_call_is_captured_and_then_returns_what_was_computed_elsewhere() -> None:
