@@ -202,9 +202,13 @@ class _Compilation:
         if self.profiled is not None:
             run = self.profiled.forward(run)
         outputs, gradients = self.lowered.joint.num_forward_outputs, self._incoming()
-        if outputs > 1 and gradients is not None:  # a backward always reads the gradient of a single output
+        if outputs == 1:  # a backward always reads its gradient
+            pass
+        elif self.lowered.static:
+            run = returning(run, outputs, None)
+        elif gradients is not None:
             traced = [(place, node.meta["val"]) for place, node in zip(self.differentiated, gradients, strict=True)]
-            run = returning(run, outputs, None if self.lowered.static else traced)
+            run = returning(run, outputs, traced)
         see = size_observer(self.lowered.forward.results, self._see_size) if self.lowered.budget is not None else None
         return observed(run, see)
 
