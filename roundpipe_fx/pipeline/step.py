@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +105,7 @@ class Pipeline:
         self._workers: Workers | None = None
         self._offloaded: Offloaded | None = None
         self._schedules: dict[Any, Scheduled] = {}
-        self._lock = threading.RLock()
+        self._lock = torch_private.ForkedLock()
         self._alive = CallsAlive()
 
     def _compiled(self) -> dict[str, Callable[..., Any]]:
