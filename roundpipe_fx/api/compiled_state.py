@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.backend import make_backend
 from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, parameters_gathered
+from roundpipe_fx.api.caches import has_cache
 from roundpipe_fx.api.data_parallel import check_not_inside, data_parallel_around, note_data_parallel
 from roundpipe_fx.api.dynamo_cache_eviction import Unused, evict_unused, evict_when_unused
 from roundpipe_fx.api.learned import Learned
@@ -189,6 +190,8 @@ class CompiledState:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._pipeline is not None:
             refuse_sharded_parts(self.original)
+            if not torch.is_grad_enabled() and has_cache(args, kwargs):
+                return self.for_generation(self.original).forward(*args, **kwargs)
             return self._pipeline.forward(args, kwargs)
         self._called = True
         return self._call(args, kwargs)
@@ -197,6 +200,28 @@ class CompiledState:
         if not self.fullgraph:
             return self._compiled(*args, **kwargs)
         return torch_private.keep_users_exceptions(self._compiled, [*self.original.modules()], *args, **kwargs)
+
+    def for_generation(self, model: nn.Module) -> nn.Module:
+        """The module whose ``generate`` is called for that of the compiled model.
+
+        Each call for a token writes to a cache, which has all rows: microbatches cannot. So a pipelined model generates
+        without its pipeline.
+
+        Args:
+            model: the compiled model.
+
+        Raises:
+            RuntimeError: this process has only some of the parameters.
+        """
+        if self._pipeline is None:
+            return model
+        if self.processes is not None:
+            raise RuntimeError(
+                "generate() and calls with a cache need all of the model in one process, and with mesh= each has its "
+                "own stages: save the model (model.save), and load it in a process that generates."
+            )
+        self.optimizer.updates.synchronize()
+        return self.original
 
     def forward_backward(
         self,

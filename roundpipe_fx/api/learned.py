@@ -12,12 +12,12 @@ calls that are alive at once (:mod:`roundpipe_fx.remat.learned_steps`).
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from roundpipe_fx.remat.learned_steps import LearnedSteps
 from roundpipe_fx.runtime.step_calls import StepCalls
+from roundpipe_fx.torch_private import ForkedLock
 
 __all__ = ["Learned"]
 
@@ -25,7 +25,7 @@ _FIRST_HEADROOM = 0.02
 _MOST_HEADROOM = 0.5
 _WORKSPACE = "workspace"
 _BROUGHT = "brought"
-_noting = threading.Lock()
+_noting = ForkedLock()
 
 
 @dataclass(kw_only=True)

@@ -30,6 +30,9 @@ _SLOT = "_state_of_roundpipe_fx"
 _STEP = "training_step"
 """The method of a LightningModule, in any package of that name, that its trainer calls."""
 
+_GENERATE = "generate"
+"""The method of Hugging Face's models that calls the model for each token."""
+
 
 class State(Protocol):
     """What an object of a generated class has besides the model's attributes.
@@ -52,6 +55,9 @@ class State(Protocol):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the compiled forward."""
+
+    def for_generation(self, model: nn.Module) -> nn.Module:
+        """The module whose ``generate`` is called for that of an object of a generated class."""
 
 
 def instance_beside(model: nn.Module, mixin: type[T], state: State, names: Iterable[str]) -> T:
@@ -92,6 +98,7 @@ def _subclass(base: type, mixin: type[T], of_model: frozenset[str]) -> type[T]:
             "__slots__": (_SLOT,),
             "forward": _Forward(base),
             **({_STEP: _TrainingStep(base)} if hasattr(base, _STEP) else {}),
+            **({_GENERATE: _Generate(base)} if _generates(base) else {}),
             "__new__": lambda cls, *args, **kwargs: base(*args, **kwargs),  # containers make slices of themselves so
             **{name: _of_model(name) for name in (*of_model, *_slots(base))},
         }
@@ -223,6 +230,23 @@ def _watched_step(state: State, step: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return training_step
+
+
+def _generates(base: type) -> bool:
+    return hasattr(base, _GENERATE) and any(cls.__name__ == "GenerationMixin" for cls in base.__mro__)
+
+
+class _Generate:
+    """``generate``: the model's own, of the object that the state names."""
+
+    def __init__(self, base: type) -> None:
+        self.base = base
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        method = getattr(self.base, _GENERATE)
+        if instance is None:
+            return method
+        return types.MethodType(method, instance._state_of_roundpipe_fx.for_generation(instance))
 
 
 def _warn_of_step(model: nn.Module, step: Callable[..., Any]) -> None:

@@ -33,6 +33,13 @@ _DELAY = 2.0
 _INTERVAL = 0.5
 _SIZE = {"ncols": 80, "nrows": 24}
 """Of a terminal that does not say how large it is."""
+_refreshing = threading.Lock()
+"""Held by a thread that shows a line, and with it tqdm's own lock; a child process would be forked with that held."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_refreshing.acquire, after_in_parent=_refreshing.release, after_in_child=_refreshing.release
+    )
 
 
 def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
@@ -98,6 +105,7 @@ def _disabled() -> bool | None:
 def _tell(line: Any, over: threading.Event) -> None:
     wait = _DELAY
     while not over.wait(wait):
-        line.refresh()
+        with _refreshing:
+            line.refresh()
         line.last_print_t = time.time()  # closing clears the line only if it was shown, and looks here
         wait = _INTERVAL

@@ -6,6 +6,8 @@ needs the interpreter's lock, and a thread that asks for the lock while the inte
 ``destroy_process_group()`` ends them while the model is still there. Groups of a script that does not call it end when
 the interpreter exits, before it is finalized.
 
+A process that was forked ends no group: its threads are the parent's.
+
 If a rank is lost, threads of the others may wait for it until the timeout. Their groups are not ended: exiting must not
 wait.
 """
@@ -13,6 +15,7 @@ wait.
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -58,6 +61,10 @@ class OwnGroup:
 def note_lost_rank() -> None:
     """Operations of the groups made so far may wait for a rank that takes no part in them."""
     _MADE.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=note_lost_rank)
 
 
 @atexit.register

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from roundpipe_fx.runtime.stage_collectives import collectives_of
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stage
 from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph, Timing, simulate_time, with_transfers
 from roundpipe_fx.schedules.step_costs import device_orders
-from roundpipe_fx.torch_private import is_effect_token
+from roundpipe_fx.torch_private import ForkedLock, is_effect_token
 
 __all__ = ["PipelinedGraph", "Seen", "pipelined_graph", "plan_of_pipeline", "primals_read", "union"]
 
@@ -332,7 +331,7 @@ class _Compiled:
         self._module = module
         self._compiler = compiler
         self._see_workspace = see_workspace
-        self._lock = threading.Lock()
+        self._lock = ForkedLock()
         self._elsewhere: dict[torch.device, Boxed] = {}
         self.random = random_streams.draws(module)
         self.call = self._compile(module)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.pipeline.calls_alive import CallsAlive
 from roundpipe_fx.pipeline.captured_calls import CapturedCalls, capture_calls, check_unchanged
 from roundpipe_fx.pipeline.compiled_functions import detached, functions_of, loss_output
+from roundpipe_fx.pipeline.cumulative_batch_norm import cumulative
 from roundpipe_fx.pipeline.deferred_batch_norm import deferred, tensors_of_sums
 from roundpipe_fx.pipeline.gradients import gather, hand_to_autograd, loss_with_gradients, receivers_of
 from roundpipe_fx.pipeline.gradients_of_loss import gradients_of_loss
@@ -106,7 +106,7 @@ class Pipeline:
         self._workers: Workers | None = None
         self._offloaded: Offloaded | None = None
         self._schedules: dict[Any, Scheduled] = {}
-        self._lock = threading.RLock()
+        self._lock = torch_private.ForkedLock()
         self._alive = CallsAlive()
 
     def _compiled(self) -> dict[str, Callable[..., Any]]:
@@ -334,7 +334,7 @@ class Pipeline:
             return capture_calls(noting, self._compile_state, forwards_before_backwards)
 
     def _batch_norm(self) -> contextlib.AbstractContextManager[None]:
-        return deferred(self._model) if self._deferred else contextlib.nullcontext()
+        return deferred(self._model) if self._deferred else cumulative(self._model)
 
     def _model_outputs(
         self,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 
-from roundpipe_fx.torch_private import ProfiledMemory, TorchDispatchMode, profile_memory, tree_leaves
+from roundpipe_fx.torch_private import ForkedLock, ProfiledMemory, TorchDispatchMode, profile_memory, tree_leaves
 
 __all__ = ["measure_peak"]
 
@@ -78,7 +77,7 @@ class measure_peak:
 
 
 _measuring: list[_LiveStorages] = []
-_resizing = threading.Lock()
+_resizing = ForkedLock()
 
 
 def _resize_counted(storage: torch.UntypedStorage, size: int) -> Any:
@@ -104,7 +103,7 @@ class _LiveStorages(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         # Workers of a pipeline run under the mode of their caller; a finalizer may run inside an addition.
-        self._lock = threading.RLock()
+        self._lock = ForkedLock()
         self._sizes: dict[int, int] = {}
 
     def __enter__(self) -> Self:

@@ -17,7 +17,7 @@ import torch
 
 from roundpipe_fx.runtime.copies import copied, copied_together
 from roundpipe_fx.runtime.host_buffers import HostBuffers, allocating_on_host
-from roundpipe_fx.runtime.pinned_memory import PinnedGradients
+from roundpipe_fx.runtime.pinned_memory import PinnedGradients, release_idle_pages
 from roundpipe_fx.runtime.streams import on_stream
 
 __all__ = ["DeviceStreams", "HostDeviceStreams", "Message", "device_streams_of"]
@@ -203,6 +203,7 @@ class AcceleratorDeviceStreams:
 
     def prepare(self, caller_device: torch.device, devices: Collection[torch.device]) -> None:
         """Record the caller's streams on its own and on the workers' devices. Current streams are thread-local."""
+        self._gradients.settle()
         self._caller_device = caller_device
         self._callers = {device: torch.accelerator.current_stream(device) for device in (caller_device, *devices)}
 
@@ -365,6 +366,7 @@ class AcceleratorDeviceStreams:
         self.outgoing.synchronize()
         self._leaving.clear()
         self._brought = self._left = None
+        release_idle_pages()
 
     def copy_values(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], to_host: bool) -> Any:
         """Copy behind what the compute stream has been given. Memory on the device is the compute stream's own, held by

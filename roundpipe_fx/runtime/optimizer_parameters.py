@@ -8,17 +8,20 @@ rounded back into the model's parameters.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe_fx.runtime.optimizer_memory import OptimizerMemory, optimizer_memory
-from roundpipe_fx.runtime.stage_updates import StageUpdates
+from roundpipe_fx.runtime.stage_updates import FORKED_WITHIN, StageUpdates
 from roundpipe_fx.runtime.streams import on_stream
+from roundpipe_fx.torch_private import when_forked
 
 __all__ = ["OptimizerCtx", "OptimizerParameters", "in_optimizer_context"]
 
@@ -57,6 +60,37 @@ def in_optimizer_context() -> bool:
     return _local.depth > 0
 
 
+@dataclass
+class _Step:
+    """A step in another thread."""
+
+    run: Callable[[], Any]
+    future: Future[None] = field(default_factory=Future)
+    failure: BaseException | None = None
+    is_over: bool = False
+
+    def __call__(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:  # handed to the caller's thread
+            self.failure = error
+        self.is_over = True
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.failure is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(self.failure)
+
+    def forget_thread(self) -> None:
+        """In a process that was forked: the thread, which may have held the future's lock, is the parent's."""
+        if not self.is_over:
+            self.failure = RuntimeError(FORKED_WITHIN)
+        self.future = Future()
+        self._tell()
+
+
 class OptimizerParameters:
     """The optimizer's parameters of one model, by name.
 
@@ -79,7 +113,13 @@ class OptimizerParameters:
         self._model = model
         self._copies: dict[str, nn.Parameter] = {}
         self._worker: ThreadPoolExecutor | None = None
-        self._pending: Future[Any] | None = None
+        self._pending: _Step | None = None
+        when_forked(self, OptimizerParameters._forget_thread)
+
+    def _forget_thread(self) -> None:
+        self._worker = None
+        if self._pending is not None:
+            self._pending.forget_thread()
 
     def named(self, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Names, as in ``model.named_parameters()``, and optimizer parameters, of parameters that require grad."""
@@ -144,7 +184,8 @@ class OptimizerParameters:
         self._move_gradients()
         if is_async:
             self._worker = self._worker or ThreadPoolExecutor(1, "roundpipe_fx optimizer")
-            self._pending = self._worker.submit(self._on_streams_of_now(step_fn), *args, **kwargs)
+            self._pending = _Step(functools.partial(self._on_streams_of_now(step_fn), *args, **kwargs))
+            self._worker.submit(self._pending)
         else:
             step_fn(*args, **kwargs)
             self._copy_back()
@@ -170,9 +211,9 @@ class OptimizerParameters:
     def _wait(self) -> None:
         self.updates.synchronize()
         if self._pending is not None:
-            wait([self._pending])  # an interrupt here leaves it pending
+            wait([self._pending.future])  # an interrupt here leaves it pending
             pending, self._pending = self._pending, None
-            pending.result()
+            pending.future.result()
 
     def _move_gradients(self) -> None:
         parameters = dict(self._model.named_parameters())

@@ -2,21 +2,28 @@
 
 PyTorch's allocator of pinned memory rounds up to powers of two: a weight of 1.1 GiB takes 2 GiB. So pages are taken
 from the operating system instead, registered with CUDA (``cudaHostRegister``), and unregistered when the last tensor
-in them is gone.
+in them is gone: at once if the device is idle, else when other pages are registered or a step has ended. Tensors die
+anywhere, in the middle of a CUDA graph's capture too, so nothing waits for the device there. Pages that cannot be
+unregistered stay for good: CUDA still knows their addresses, which must not become those of other memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
+import os
 import sys
 import weakref
-from typing import ClassVar
+from collections import deque
+from collections.abc import Callable
 
 import torch
 
-__all__ = ["PinnedGradients", "pinned_bytes", "pinned_copy", "pinned_empty"]
+__all__ = ["PinnedGradients", "pinned_bytes", "pinned_copy", "pinned_empty", "release_idle_pages"]
+
+log = logging.getLogger(__name__)
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for all devices."""
@@ -45,7 +52,8 @@ def pinned_empty(size: int, device: torch.device) -> torch.Tensor:
     """
     if device.type == "cpu":
         return torch.empty(size, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(_Pages.registered(size, device), dtype=torch.uint8)
+    pages = _Pages(size, device)
+    return torch.frombuffer(pages.lease(_retire, pages), dtype=torch.uint8)
 
 
 def pinned_copy(value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -73,7 +81,19 @@ class PinnedGradients:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: dict[int, list[_Pages]] = {}
+        self._free: dict[int, deque[_Pages]] = {}
+        self._given: deque[_Pages] = deque()
+        self._lent = 0
+        weakref.finalize(self, _retire_all, self._free, self._given).atexit = False
+
+    def settle(self) -> None:
+        """Called in the caller's thread before a step: wait for copies of earlier gradients, which the user may have
+        begun (``gradient.to(device, non_blocking=True)``). Memory of such gradients is used again in the step."""
+        given = len(self._given)
+        if given or self._lent:
+            _synchronize()
+        for _ in range(given):
+            self._put(self._given.popleft())
 
     def empty_like(self, gradient: torch.Tensor) -> torch.Tensor:
         """A tensor on the host for a copy of a gradient.
@@ -86,52 +106,168 @@ class PinnedGradients:
             return torch.empty_like(gradient, device="cpu")
         like = torch.empty_like(gradient, device="meta")
         free = self._free.get(like.nbytes)
-        pages = free.pop() if free else _Pages.registered(like.nbytes, self._device)
-        lease = (ctypes.c_char * like.nbytes).from_buffer(pages)
-        weakref.finalize(lease, _give_back, weakref.ref(self), pages).atexit = False
+        if not free:
+            # What a step gives back was there when it began, or no one else has seen it: settle has waited for readers.
+            for _ in range(len(self._given)):
+                self._put(self._given.popleft())
+            free = self._free.get(like.nbytes)
+        pages = free.popleft() if free else _Pages(like.nbytes, self._device)
+        self._lent += 1
+        lease = pages.lease(_give_back, weakref.ref(self), pages)
         return _within(torch.frombuffer(lease, dtype=torch.uint8), like)
 
     def give(self, pages: _Pages) -> None:
         """Take pages back that no tensor lies in."""
-        self._free.setdefault(len(pages), []).append(pages)
+        self._lent -= 1
+        self._given.append(pages)
+
+    def _put(self, pages: _Pages) -> None:
+        self._free.setdefault(pages.size, deque()).append(pages)
 
 
 def _give_back(gradients: weakref.ref[PinnedGradients], pages: _Pages) -> None:
     owner = gradients()
     if owner is not None:
         owner.give(pages)
+    else:
+        _retire(pages)
 
 
-class _Pages(mmap.mmap):
-    """Pages that are registered with CUDA as long as they exist. A process that is forked shares them: of private ones
-    that are pinned it would be given copies."""
+class _Pages:
+    """Pages that are registered with CUDA, for all of its devices. A process that is forked shares them: of private
+    ones that are pinned it would be given copies. They are the parent's there, which alone unregisters them.
 
-    _address: int | None = None
-    _devices: ClassVar[set[torch.device]] = set()
+    Args:
+        size: bytes.
+        device: whose context is used.
 
-    @classmethod
-    def registered(cls, size: int, device: torch.device) -> _Pages:
-        """So many bytes, for all CUDA devices. The context of ``device`` is used."""
-        made = cls(-1, size)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(made))
-        with torch.cuda.device(device):
-            cudart = torch.cuda.cudart()
-            code = cudart.cudaHostRegister(address, pinned_bytes(size, device.type), _PORTABLE)
-            if int(code) != 0:
-                _forget_error(device)
-                raise RuntimeError(f"cudaHostRegister of {size} bytes: {cudart.cudaGetErrorString(code)}")
-        made._address = address
-        cls._devices.add(device)
-        return made
+    Raises:
+        RuntimeError: they cannot be registered.
+        OSError: the host has no memory for them.
+    """
 
-    def __del__(self) -> None:
-        if self._address is None or sys.is_finalizing():  # the driver unpins what a process leaves
-            return
+    def __init__(self, size: int, device: torch.device) -> None:
+        _release_retired()
+        self.size = size
+        self.device = device
+        self.process = os.getpid()
+        self._memory = mmap.mmap(-1, size)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        is_unknown = True
         try:
-            for device in self._devices:
-                torch.cuda.synchronize(device)  # a step has waited for its own copies, but others may be under way
-        finally:
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            with torch.cuda.device(device):
+                cudart = torch.cuda.cudart()
+                code = cudart.cudaHostRegister(self._address, pinned_bytes(size, device.type), _PORTABLE)
+                is_unknown = False
+                if int(code) != 0:
+                    _forget_error(device)
+                    raise RuntimeError(f"cudaHostRegister of {size} bytes: {cudart.cudaGetErrorString(code)}")
+        except BaseException:
+            if is_unknown:  # whether they are registered, as after an interrupt
+                _kept.append(self)
+            raise
+        _devices.add(device)
+
+    def lease(self, when_over: Callable[..., object], *args: object) -> ctypes.Array[ctypes.c_char]:
+        """A buffer in the pages.
+
+        Args:
+            when_over: called when the buffer, and every tensor in it, is gone.
+            *args: for it.
+        """
+        buffer = (ctypes.c_char * self.size).from_buffer(self._memory)
+        weakref.finalize(buffer, when_over, *args).atexit = False
+        return buffer
+
+    def unregister(self) -> None:
+        """Unregister the pages, which nothing reads any more. If that fails they stay for good."""
+        try:
+            with torch.cuda.device(self.device):
+                cudart = torch.cuda.cudart()
+                code = cudart.cudaHostUnregister(self._address)
+                if int(code) == 0:
+                    return
+                _forget_error(self.device)
+                failure = cudart.cudaGetErrorString(code)
+        except Exception as error:  # tensors die where nothing may be raised
+            failure = str(error)
+        _kept.append(self)
+        log.warning("%d bytes of pinned memory stay allocated: cudaHostUnregister: %s", self.size, failure)
+
+
+_devices: set[torch.device] = set()
+"""Devices that have registered pages."""
+_retired: deque[_Pages] = deque()
+"""Pages in which no tensor lies, and which copies may still read."""
+_kept: list[_Pages] = []
+"""Pages that CUDA may know of for good."""
+
+
+def release_idle_pages() -> None:
+    """Unregister pages that no tensor lies in, unless a device is still at work. Nothing waits."""
+    if _retired and _is_idle():
+        _unregister(len(_retired))
+
+
+def _release_retired() -> None:
+    count = len(_retired)
+    if count:
+        _synchronize()
+        _unregister(count)
+
+
+def _unregister(count: int) -> None:
+    for _ in range(count):
+        try:
+            pages = _retired.popleft()
+        except IndexError:  # another thread was faster
+            return
+        pages.unregister()
+
+
+def _retire(pages: _Pages) -> None:
+    if sys.is_finalizing() or pages.process != os.getpid():  # the driver unpins what a process leaves
+        return
+    _retired.append(pages)
+    release_idle_pages()
+
+
+def _retire_all(free: dict[int, deque[_Pages]], given: deque[_Pages]) -> None:
+    for pages in [*given, *(pages for of_size in free.values() for pages in of_size)]:
+        _retire(pages)
+
+
+def _is_idle() -> bool:
+    """Whether the devices have done all that they were given, as far as their current and default streams tell."""
+    if not torch.cuda.is_initialized():
+        return True
+    try:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        return all(stream.query() for index in _indices_in_use() for stream in _streams_of(index))
+    except (RuntimeError, AttributeError):  # a device that has failed, or streams that cannot be asked
+        return False
+
+
+def _streams_of(index: int) -> tuple[torch.Stream, torch.Stream]:
+    """This thread's current stream of a device, and the device's default one."""
+    current = torch.accelerator.current_stream(torch.device("cuda", index))
+    return current, torch.Stream(stream_id=0, device_index=index, device_type=current.device_type)
+
+
+def _synchronize() -> None:
+    """Wait for every device that may read the host's memory: what is pinned is pinned for all of them."""
+    for index in _indices_in_use():
+        torch.cuda.synchronize(index)
+
+
+def _indices_in_use() -> list[int]:
+    """Devices on which something was allocated; to speak to others would initialize them."""
+    if not torch.cuda.is_initialized():
+        return []
+    registering = {device.index or 0 for device in _devices}
+    allocating = {index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)}
+    return sorted(registering | allocating)
 
 
 def _forget_error(device: torch.device) -> None:

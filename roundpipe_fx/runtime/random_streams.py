@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.ir import bodies
-from roundpipe_fx.torch_private import graph_module, run_and_save_rng_state, run_with_rng_state
+from roundpipe_fx.torch_private import ForkedLock, graph_module, run_and_save_rng_state, run_with_rng_state
 
 __all__ = [
     "RandomStream",
@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 _local = threading.local()
-_locks: dict[torch.device, threading.RLock] = {}
-_making = threading.Lock()
+_locks: dict[torch.device, ForkedLock] = {}
+_making = ForkedLock()
 
 
 class RandomStream:
@@ -131,9 +131,9 @@ def _from_stream(operation: Callable[..., Any]) -> Callable[..., Any]:
     return from_stream
 
 
-def _lock(device: torch.device) -> threading.RLock:
+def _lock(device: torch.device) -> ForkedLock:
     with _making:
-        return _locks.setdefault(device, threading.RLock())
+        return _locks.get(device) or _locks.setdefault(device, ForkedLock())
 
 
 def state_of(device: torch.device) -> torch.Tensor:

@@ -26,6 +26,7 @@ from torch import nn
 from roundpipe_fx import torch_private
 
 __all__ = [
+    "FORKED_WITHIN",
     "StageUpdates",
     "StepUpdates",
     "check_optimizer",
@@ -48,6 +49,12 @@ _BY_PARAMETER = (
     torch.optim.SGD,
 )
 """Classes whose step treats every parameter by itself. Subclasses may not."""
+
+FORKED_WITHIN = (
+    "this process was forked while an optimizer was updating the model's parameters in another thread, so here only "
+    "some of them may be updated: call model.synchronize() before processes are started."
+)
+"""The text of an error."""
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -133,6 +140,23 @@ class StageUpdates:
         self._latest: dict[int, _Job] = {}
         self._steps: list[StepUpdates] = []
         self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._thread: int | None = None
+        torch_private.when_forked(self, StageUpdates._forget_thread, before=StageUpdates._rest)
+
+    def _rest(self) -> None:
+        """Wait for updates before the process is forked, so that the child's parameters are all updated or none is."""
+        if threading.get_ident() != self._thread:
+            for job in [*self._latest.values()]:
+                job.done.wait()
+
+    def _forget_thread(self) -> None:
+        """In a process that was forked: the thread is the parent's, and so are updates that have begun since."""
+        self._worker, self._waiting = None, []
+        for job in (job for step in self._steps for job in step.jobs):
+            is_over, job.done = job.done.is_set(), threading.Event()
+            job.done.set()
+            if not is_over:
+                job.step.failure = job.step.failure or RuntimeError(FORKED_WITHIN)
 
     def begin(
         self, optimizer: torch.optim.Optimizer, targets: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
@@ -163,6 +187,7 @@ class StageUpdates:
         self._worker.submit(self._run_last)
 
     def _run_last(self) -> None:
+        self._thread = threading.get_ident()
         job = self._waiting.pop()
         try:
             job.step.run(job)

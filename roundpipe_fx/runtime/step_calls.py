@@ -8,7 +8,6 @@ step lasts from a forward that finds no call alive until no call is alive.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ class StepCalls:
     ) -> None:
         self._on_step = on_step
         self._on_backward = on_backward
-        self._lock = threading.RLock()
+        self._lock = torch_private.ForkedLock()
         self._clear()
 
     def _clear(self) -> None:

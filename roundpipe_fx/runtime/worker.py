@@ -1,7 +1,8 @@
 """Workers: one thread per device, which issues its actions.
 
 Workers on the CPU divide the cores among them, so that they run in parallel. Threads end when the workers are closed or
-garbage-collected, or with the process.
+garbage-collected, or with the process. A process that was forked has none of them, and starts its own when it needs
+them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from roundpipe_fx.runtime.device_streams import DeviceStreams, device_streams_of
+from roundpipe_fx.torch_private import when_forked
 
 __all__ = ["Workers"]
 
@@ -37,6 +39,11 @@ class Workers:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
         self.all_device_streams = tuple(device_streams_of(device) for device in devices)
+        self._start_threads()
+        when_forked(self, Workers._forget_threads)
+
+    def _start_threads(self) -> None:
+        devices = self.devices
         self._jobs: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in devices]
         cores = torch.get_num_threads()
         sharing = sum(device.type == "cpu" for device in devices)
@@ -57,10 +64,19 @@ class Workers:
         torch.set_num_threads(cores)  # the default of threads started later; each worker has set its own
         self.close = weakref.finalize(self, _stop, self._jobs, threads)
 
+    def _forget_threads(self) -> None:
+        if self.close.alive:
+            self.close.detach()
+            self._jobs = []
+            self.close = weakref.finalize(self, _stop, [], [])
+
     def submit(self, job: Job) -> None:
         """Make every worker call ``job`` with its index and its streams. ``job`` must not raise."""
         if not self.close.alive:
             raise RuntimeError("the workers of this model have been closed.")
+        if len(self._jobs) < len(self.devices):  # this process was forked
+            self.close.detach()
+            self._start_threads()
         for jobs in self._jobs:
             jobs.put(job)
 

@@ -75,6 +75,7 @@ from roundpipe_fx.torch_private.dynamo import (
     why_disabled,
 )
 from roundpipe_fx.torch_private.flags import dynamo_flags
+from roundpipe_fx.torch_private.forks import ForkedLock, when_forked
 from roundpipe_fx.torch_private.fully_sharded import gathered_bytes, parts_sharded_alone
 from roundpipe_fx.torch_private.memory import ProfiledMemory, memory_is_profiled, profile_memory, profiler_runs
 from roundpipe_fx.torch_private.modes import (
@@ -135,6 +136,7 @@ from roundpipe_fx.torch_private.users_exceptions import keep_users_exceptions
 
 __all__ = [
     "AnyBatchNorm",
+    "ForkedLock",
     "InputSize",
     "OptimizedModule",
     "PassedThrough",
@@ -242,6 +244,7 @@ __all__ = [
     "untraced_functions",
     "wait_for_collective",
     "when_backward_ends",
+    "when_forked",
     "why_disabled",
     "without_modes",
     "without_wrapper",

@@ -13,6 +13,7 @@ import torch
 import torch._dynamo
 
 from roundpipe_fx.torch_private.float_updates import keep_float_updates
+from roundpipe_fx.torch_private.forks import ForkedLock
 from roundpipe_fx.torch_private.packed_sequences import trace_packed_sequences
 from roundpipe_fx.torch_private.random_branches import install_known_branches
 from roundpipe_fx.torch_private.tracing_retries import install_retries
@@ -30,7 +31,7 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_patching = threading.Lock()
+_patching = ForkedLock()
 
 
 _COUNT = r".*\['num_items_in_batch'\]"

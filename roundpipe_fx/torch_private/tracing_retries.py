@@ -8,6 +8,9 @@ Varying sizes of inputs become symbols too, but some of PyTorch's own derivative
 numbers only, and some operators (``fake_quantize_per_tensor_affine``) can be traced only with these; and operations on
 varying numbers of rows are not carried out in tiles, which a budget may need. Such a frame is traced for the current
 sizes, and recompiled for others.
+
+A retry after which Dynamo would run the frame eagerly is an outcome too, where the first error would end the program:
+the gradient of ``Embedding(sparse=True, padding_idx=0)`` can be traced neither with symbols nor without.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ def install_retries(active: Callable[[], bool]) -> None:
         active: whether the current thread traces one of our compilations.
     """
     from torch._dynamo.convert_frame import ConvertFrameAssert
+    from torch._dynamo.exc import Unsupported, UserError
 
     trace: Any = ConvertFrameAssert.__call__
     if hasattr(trace, "roundpipe_fx"):
@@ -51,6 +55,7 @@ def install_retries(active: Callable[[], bool]) -> None:
             if not attempts:
                 raise
             failure = error
+        soft: Exception | None = None
         for flags in attempts:
             try:
                 with torch._dynamo.config.patch(flags):
@@ -59,9 +64,13 @@ def install_retries(active: Callable[[], bool]) -> None:
                 # A budget that the current sizes do not allow is what the user needs to know of.
                 if any(hasattr(cause, "wants_sizes") for cause in _causes(again)):
                     raise
+                if isinstance(again, (Unsupported, UserError)):
+                    soft = soft or again
                 continue
             _retried.add(_place(frame.f_code))
             return made
+        if soft is not None and not isinstance(failure, (Unsupported, UserError)):
+            raise soft from failure  # the frame runs eagerly, unless it must be one graph
         raise failure
 
     trace_with_fewer_symbols.roundpipe_fx = True  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ class Registered:
         return self.cudart.cudaHostRegister(address, size, flags)
 
     def cudaHostUnregister(self, address: int) -> object:
-        del self.sizes[address]
+        self.sizes.pop(address, None)  # an earlier test's pages are none of these
         return self.cudart.cudaHostUnregister(address)
 
 
@@ -60,15 +61,26 @@ def _trained(registered: Registered, budget: float) -> torch.Tensor:
     return model.layers[0][0].weight.grad
 
 
+@pytest.fixture
+def registered() -> Iterator[Registered]:
+    """A stand-in for CUDA's runtime, while no memory of other tests is there and no logger keeps records."""
+    gc.collect()
+    made = Registered()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "cudart", lambda: made)
+        logging.disable(logging.CRITICAL)  # records would hold parameters
+        yield made
+        gc.collect()
+    logging.disable(logging.NOTSET)
+
+
 @pytest.mark.parametrize("budget", [1.0, 0.0])
 def test_what_is_registered_is_what_the_plan_counts_until_its_last_tensor_is_gone(
-    budget: float, monkeypatch: pytest.MonkeyPatch
+    budget: float, registered: Registered
 ) -> None:
-    registered = Registered()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: registered)
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # records would hold parameters
     gradient = _trained(registered, budget)
     torch._dynamo.reset()
+    torch.cuda.synchronize()  # pages are kept while a device may read them
     gc.collect()
     assert set(registered.sizes) == {gradient.data_ptr()}
     del gradient

@@ -133,3 +133,23 @@ def test_norms_that_are_computed_again(make: Callable[[], nn.Module], options: d
         torch.testing.assert_close(piped.get_buffer(name), buffer)
     for own, other in zip(reference.parameters(), piped.parameters(), strict=True):
         torch.testing.assert_close(other.grad, own.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("options", [{}, {"devices": CPUS}, {"memory_budget": 0.0}])
+def test_cumulative_statistics_are_of_microbatches_too(microbatches: int, options: dict[str, Any]) -> None:
+    """The factor is one divided by the number of batches so far: the graph does not break there."""
+    model, x = Normed(None), torch.randn(8, 3, 6, 6)
+    eager = copy.deepcopy(model)
+    compiled = roundpipe_fx.compile(model, num_microbatches=microbatches, loss_reduction="sum", **options)
+    for _ in range(2):
+        model.zero_grad()
+        eager.zero_grad()
+        loss = sum(total(eager(piece)) for piece in x.chunk(microbatches))
+        loss.backward()
+        assert_close(left_behind(model, compiled.forward_backward(x, loss_fn=total)), left_behind(eager, loss), 1e-4)
+        torch.testing.assert_close(list(model.buffers()), list(eager.buffers()))
+    torch.testing.assert_close(compiled.eval()(x), eager.eval()(x))
+    compiled.train()
+    compiled(x).sum().backward()
+    assert "forward" not in vars(model.norm1)

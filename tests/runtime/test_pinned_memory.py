@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import mmap
+from collections import deque
 
 import pytest
 import torch
 from torch import nn
 
 from roundpipe_fx.budget import HostMemoryError
+from roundpipe_fx.runtime import pinned_memory
 from roundpipe_fx.runtime.host_buffers import HostBuffers, allocating_on_host
-from roundpipe_fx.runtime.pinned_memory import PinnedGradients, pinned_bytes, pinned_copy, pinned_empty
+from roundpipe_fx.runtime.pinned_memory import (
+    PinnedGradients,
+    pinned_bytes,
+    pinned_copy,
+    pinned_empty,
+    release_idle_pages,
+)
+from tests.forked import in_forked_child
 
 CUDA = torch.device("cuda", 0)
 
@@ -117,3 +127,116 @@ def test_what_fails_leaves_nothing_behind_and_says_what_for(cudart: Cudart, monk
 def test_what_it_takes() -> None:
     assert [pinned_bytes(size, "cpu") for size in (1, 5000)] == [1, 5000]
     assert [pinned_bytes(size * mmap.PAGESIZE + 1, "cuda") for size in (0, 4)] == [mmap.PAGESIZE, 5 * mmap.PAGESIZE]
+
+
+class _Stream:
+    """A stream that has work to do."""
+
+    is_busy = True
+
+    def query(self) -> bool:
+        return not self.is_busy
+
+
+@pytest.fixture
+def waited(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A device at work: what the host has waited for, after which it is idle."""
+    stream, waited_for = _Stream(), []
+
+    def wait(index: int) -> None:
+        waited_for.append(index)
+        stream.is_busy = False
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 1 - index)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(pinned_memory, "_streams_of", lambda index: (stream,))
+    monkeypatch.setattr(pinned_memory, "_retired", deque())
+    monkeypatch.setattr(pinned_memory, "_devices", set())
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    return waited_for
+
+
+def test_nothing_waits_where_a_tensor_dies(cudart: Cudart, waited: list[int]) -> None:
+    memory = pinned_empty(100, CUDA)
+    address = memory.data_ptr()
+    del memory
+    assert address in cudart.registered and not waited
+    other = pinned_empty(100, CUDA)
+    assert waited == [0]
+    assert len(cudart.registered) == 1
+    del other  # the device is idle now
+    assert not cudart.registered and waited == [0]
+
+
+def test_pages_are_released_when_the_device_is_found_idle(cudart: Cudart, waited: list[int]) -> None:
+    memory = pinned_empty(100, CUDA)
+    del memory
+    release_idle_pages()
+    assert len(cudart.registered) == 1
+    torch.cuda.synchronize(0)
+    waited.clear()
+    release_idle_pages()
+    assert not cudart.registered and not waited
+
+
+def test_gradients_that_copies_may_read_are_written_over_only_after_a_wait(cudart: Cudart, waited: list[int]) -> None:
+    gradients, like = PinnedGradients(CUDA), torch.ones(8)
+    gradients.settle()
+    first = gradients.empty_like(like)
+    address = first.data_ptr()
+    assert not waited
+    del first
+    assert not waited
+    gradients.settle()
+    assert waited == [0]
+    second = gradients.empty_like(like)
+    assert second.data_ptr() == address and cudart.calls == 1
+    gradients.settle()  # a copy of what lives may be under way when it dies within the step
+    assert waited == [0, 0]
+    del second
+    assert gradients.empty_like(like).data_ptr() == address and waited == [0, 0]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_pages_that_cannot_be_unregistered_stay(
+    cudart: Cudart, raises: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(address: int) -> int:
+        if raises:
+            raise RuntimeError("a device that is lost")
+        return 700
+
+    ones: list[torch.device] = []
+    monkeypatch.setattr(torch, "ones", lambda *size, device: ones.append(device))
+    unregister = cudart.cudaHostUnregister
+    monkeypatch.setattr(cudart, "cudaHostUnregister", failing)
+    memory = pinned_empty(100, CUDA)
+    address = memory.data_ptr()
+    memory.fill_(7)
+    with caplog.at_level("WARNING"):
+        del memory
+    assert "100 bytes of pinned memory stay allocated" in caplog.text
+    assert ("a device that is lost" if raises else "an illegal memory access") in caplog.text
+    assert list((ctypes.c_uint8 * 100).from_address(address)) == [7] * 100
+    assert ones == ([] if raises else [CUDA])
+    monkeypatch.setattr(cudart, "cudaHostUnregister", unregister)
+    assert pinned_empty(100, CUDA).data_ptr() != address
+
+
+def test_a_forked_process_unregisters_nothing(cudart: Cudart) -> None:
+    memory, gradients = pinned_empty(100, CUDA), PinnedGradients(CUDA)
+    gradient = gradients.empty_like(torch.ones(8))
+    held = [memory, gradient, gradients]
+    del memory, gradient, gradients
+
+    def drop() -> None:
+        held.clear()
+        gc.collect()
+        assert len(cudart.registered) == 2
+
+    in_forked_child(drop)
+    held.clear()
+    gc.collect()
+    assert not cudart.registered

@@ -108,3 +108,36 @@ def test_a_budget_that_the_current_sizes_do_not_allow() -> None:
         compiled(torch.randn(6400, 4))
     assert refused.value.minimum > budget
     compiled(torch.randn(32, 4)).backward()
+
+
+class _Sparse(nn.Module):
+    """A sparse gradient whose number of rows depends on data that PyTorch's own derivative reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(20, 4, sparse=True, padding_idx=0), nn.Linear(4, 1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.last(self.table(rows)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_frame_that_a_retry_would_run_eagerly_runs_eagerly() -> None:
+    model, rows = _Sparse(), torch.randint(20, (3, 4))
+    model(rows).backward()
+    expected = [p.grad.to_dense() for p in model.parameters()]
+    for compile_with in (
+        roundpipe_fx.compile,
+        lambda model: roundpipe_fx.compile(model, memory_budget=0.0),
+        lambda model: torch.compile(model, backend="roundpipe_fx"),
+    ):
+        torch._dynamo.reset()
+        compiled = compile_with(model)
+        for _ in range(2):
+            model.zero_grad()
+            compiled(rows).backward()
+            assert model.table.weight.grad.is_sparse
+            torch.testing.assert_close([p.grad.to_dense() for p in model.parameters()], expected)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="data-dependent"):
+        roundpipe_fx.compile(model, fullgraph=True)(rows)

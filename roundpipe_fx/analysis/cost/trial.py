@@ -7,7 +7,6 @@ workspace depends on values, several inputs are tried and the largest result is 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,14 @@ from torch import fx
 from roundpipe_fx.analysis.cost.signature import made_up_arguments, signature_of
 from roundpipe_fx.analysis.data_files import cache_folder, is_on, read_data, versions, write_data
 from roundpipe_fx.ir.joint_graph import has_tag, is_mask, tensor_values
-from roundpipe_fx.torch_private import ProfiledMemory, profile_memory, save_rng_states, size_hint, tree_leaves
+from roundpipe_fx.torch_private import (
+    ForkedLock,
+    ProfiledMemory,
+    profile_memory,
+    save_rng_states,
+    size_hint,
+    tree_leaves,
+)
 
 __all__ = [
     "TensorLayout",
@@ -68,7 +74,7 @@ _tried: dict[Any, Trial | None] = {}
 _files_read: set[Path] = set()
 _not_written: set[str] = set()
 """Devices of trials that are not on disk."""
-_trying = threading.Lock()
+_trying = ForkedLock()
 _MOST_KNOWN = 1 << 14
 
 

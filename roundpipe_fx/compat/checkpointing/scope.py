@@ -165,7 +165,7 @@ class _Recorder(TorchDispatchMode):
     active; so the last recorder restores them to their values before the first.
     """
 
-    _lock = threading.Lock()
+    _lock = torch_private.ForkedLock()
     _active = 0
     _before: tuple[bool, ...] = ()
     _meanwhile: tuple[bool, ...] = ()
@@ -198,13 +198,13 @@ class _Recorder(TorchDispatchMode):
 class _Handle:
     """Stands for a tensor in autograd's graph."""
 
+    value: torch.Tensor | None = None
+
     def __init__(self, tape: Tape, others: weakref.WeakSet[_Handle], view: View) -> None:
         self.view = view
-        self.value: torch.Tensor | None = None
         self._tape = tape
         self._others = others
         self._writes = tape.writes(view.number)
-        self._lock = threading.Lock()
 
     def get(self) -> torch.Tensor:
         """The tensor, recomputed if necessary; the handle does not keep it."""
@@ -213,9 +213,7 @@ class _Handle:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor of shape {tuple(self.view.size)} made in a gradient_checkpoint_scope, after it was saved."
             )
-        with self._lock:
-            value = self.value
-            self.value = None
+        value = vars(self).pop("value", None)  # at once, as threads of the backward may ask for it together
         return self._recompute() if value is None else value
 
     def _recompute(self) -> torch.Tensor:
