@@ -84,20 +84,21 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
 
         def forward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             torch_private.note_no_donated_buffers()
-            return compilation.forward(module, inputs)
+            return torch_private.with_harmless_checks(compilation.forward(module, inputs))
 
         def inference(module: fx.GraphModule, inputs: Sequence[Any]) -> _BoxedFunction:
             tracing.close()
-            return compilation.inference(module, inputs)
+            return torch_private.with_harmless_checks(compilation.inference(module, inputs))
 
         tracing.enter_context(working("tracing operations, forward and backward"))
         with torch_private.aot_flags(), opaque_backwards(module) as compilation.opaque:
-            return torch_private.aot_autograd(
+            run = torch_private.aot_autograd(
                 fw_compiler=forward,
                 bw_compiler=compilation.backward,
                 inference_compiler=inference,
                 partition_fn=partition,
             )(module, example_inputs)
+    return torch_private.without_class(run, example_inputs)
 
 
 def joint_graph_of(

@@ -80,11 +80,14 @@ from roundpipe_fx.torch_private.memory import ProfiledMemory, memory_is_profiled
 from roundpipe_fx.torch_private.modes import (
     TorchDispatchMode,
     active_dispatch_modes,
+    conjugates_resolved,
     dispatch_mode_flags,
     dispatch_modes,
     fakes_on,
     inner_tensors,
     set_dispatch_mode_flags,
+    with_harmless_checks,
+    without_class,
     without_modes,
 )
 from roundpipe_fx.torch_private.norms import AnyBatchNorm, RunningNorm
@@ -156,6 +159,7 @@ __all__ = [
     "checkpoint_body",
     "checkpoint_policy",
     "compiled_in_place_by_us",
+    "conjugates_resolved",
     "data_dependent_symbol",
     "data_parallel_forward",
     "default_partition",
@@ -243,6 +247,8 @@ __all__ = [
     "wait_for_collective",
     "when_backward_ends",
     "why_disabled",
+    "with_harmless_checks",
+    "without_class",
     "without_modes",
     "without_wrapper",
 ]

@@ -51,8 +51,18 @@ def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
 
 
 def aot_flags() -> contextlib.AbstractContextManager[Any]:
-    """AOTAutograd's flags for our compilation: no donated buffers, so that ``backward(retain_graph=True)`` works."""
-    return torch._functorch.config.patch(donated_buffer=False)
+    """AOTAutograd's flags for our compilation.
+
+    No buffers are donated, so that ``backward(retain_graph=True)`` works. The backward is traced without autocast, as
+    eager PyTorch runs ``loss.backward()`` behind the region: traced under the autocast that surrounds the forward, it
+    would cast what the model computes in a region of another dtype, or of none. An autocast that the user has configured
+    for backwards is kept.
+    """
+    config = torch._functorch.config
+    autocast = config.backward_pass_autocast
+    return config.patch(
+        donated_buffer=False, backward_pass_autocast="off" if autocast == "same_as_forward" else autocast
+    )
 
 
 def note_no_donated_buffers() -> None:
