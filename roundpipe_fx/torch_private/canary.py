@@ -46,7 +46,7 @@ USED: Mapping[str, str] = {
     "torch._dynamo.config": "patch",
     "torch._dynamo.convert_frame": "CatchErrorsWrapper.__call__ ConvertFrameAssert.__call__ input_codes",
     "torch._dynamo.eval_frame": "OptimizedModule reset_code",
-    "torch._dynamo.exc": "ShortenTraceback Unsupported",
+    "torch._dynamo.exc": "ShortenTraceback Unsupported unimplemented",
     "torch._dynamo.guards": "DeletedGuardManagerWrapper",
     "torch._dynamo.output_graph": "OutputGraph.remove_tensorify_specialized_graphargs",
     "torch._dynamo.symbolic_convert": (
@@ -54,10 +54,12 @@ USED: Mapping[str, str] = {
     ),
     "torch._dynamo.utils": "_get_dynamo_config_for_logging get_compilation_metrics graph_break_reasons",
     "torch._dynamo.variables.functions": "SkipFunctionVariable.call_function UserFunctionVariable",
+    "torch._dynamo.variables.misc": "AutogradFunctionVariable.call_apply",
     "torch._dynamo.variables.tensor": "TensorVariable.as_python_constant",
     "torch._functorch._aot_autograd.descriptors": (
         "BackwardTokenAOTInput ForwardTokenAOTInput GradAOTOutput.grad_of InputMutationAOTOutput.mutated_input "
-        "PlainAOTInput.idx SubclassGetAttrAOTInput.base SubclassGetAttrAOTOutput.base TangentAOTInput.output"
+        "PlainAOTInput.idx SubclassGetAttrAOTInput.base SubclassGetAttrAOTOutput.base SyntheticBaseAOTInput "
+        "TangentAOTInput.output ViewBaseAOTInput"
     ),
     "torch._functorch.config": "backward_pass_autocast donated_buffer patch",
     "torch._functorch.partitioners": "default_partition",

@@ -162,7 +162,7 @@ class _Harmless(TorchDispatchMode):
 
 
 def without_class(run: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:
-    """A compiled graph that gets inputs of plain subclasses of tensors as tensors; Dynamo restores the class of results.
+    """Let a compiled graph get inputs of plain subclasses as tensors; Dynamo restores the class of results.
 
     AOTAutograd's check in the first call (:func:`with_harmless_checks`) refuses them even before the graph is run.
 
