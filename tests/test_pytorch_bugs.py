@@ -316,3 +316,339 @@ def test_views_of_a_buffers_old_value_are_not_written_over_where_it_is_read_agai
     for _ in range(2):
         expected, found = train_step(eager, eager, {"x": x}), train_step(compiled, model, {"x": x})
         torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-12, atol=1e-14)
+
+
+def _autocast(dtype: torch.dtype | None) -> torch.autocast:
+    """Without a cache of casts, with which eager PyTorch adds gradients of two uses of a weight in the cast's dtype."""
+    return torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False)
+
+
+class Squared(torch.autograd.Function):
+    """In the backward a product of its own, whose dtype is that of its operands unless there is autocast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x @ x.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return ((gradient + gradient.t()).float() @ x.float()).to(x.dtype)
+
+
+def _off_inside(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with _autocast(None):
+        return m.b(m.a(x).float())
+
+
+def _off_around_on(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with _autocast(None):
+        y = m.b(x.float())
+        with _autocast(torch.bfloat16):
+            y = m.a(y)
+        return m.b(y.float())
+
+
+def _another_dtype_inside(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with _autocast(torch.float16):
+        y = m.b(m.a(x)).tanh()
+    return m.a(y)
+
+
+def _in_a_recomputed_region(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = torch.utils.checkpoint.checkpoint(_off_inside, m, x, use_reentrant=False)
+    return torch.utils.checkpoint.checkpoint(_off_inside, m, y.tanh(), use_reentrant=False)
+
+
+def _behind_a_graph_break(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with _autocast(torch.bfloat16):
+        y = m.a(x)
+        torch._dynamo.graph_break()
+        y = m.b(y)
+        with _autocast(None):
+            return m.b(y.float())
+
+
+def _a_function_of_the_users(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return Squared.apply(m.a(x))
+
+
+def _on_inside(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with _autocast(torch.bfloat16):
+        y = m.a(x)
+    return m.b(y.float())
+
+
+REGIONS = {
+    region.__name__.strip("_"): region
+    for region in (
+        _off_inside,
+        _off_around_on,
+        _another_dtype_inside,
+        _in_a_recomputed_region,
+        _behind_a_graph_break,
+        _a_function_of_the_users,
+        _on_inside,
+    )
+}
+
+
+class Mixed(nn.Module):
+    def __init__(self, region: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.region = nn.Linear(16, 16), nn.Linear(16, 16), region
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.region(self, x).float().square().sum()
+
+
+def _through(door: str, model: nn.Module, **options: Any) -> Any:
+    if door == "compile":
+        return roundpipe_fx.compile(model, **options)
+    if door == "in place":
+        model.compile(backend="roundpipe_fx", options=options)
+        return model
+    return torch.compile(model, backend="roundpipe_fx", options=options)
+
+
+DOORS = ("compile", "in place", "torch.compile")
+
+
+@pytest.mark.filterwarnings("ignore::roundpipe_fx.GraphBreakWarning")
+@pytest.mark.parametrize("region", REGIONS)
+def test_backwards_of_regions_of_autocast_are_run_without(region: str) -> None:
+    x = torch.linspace(-1, 1, 128).view(8, 16).sin()
+
+    def gradients(run: Any, model: nn.Module, dtype: torch.dtype | None) -> list[torch.Tensor]:
+        model.zero_grad()
+        with _autocast(dtype) if dtype is not None or region != "another_dtype_inside" else _autocast(torch.bfloat16):
+            loss = run(x)
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    for door in DOORS if region == "off_inside" else DOORS[:1]:
+        model = Mixed(REGIONS[region])
+        eager = copy.deepcopy(model)
+        compiled = _through(door, model, memory_budget=0.0)
+        for dtype in (torch.bfloat16, None):
+            found, expected = gradients(compiled, model, dtype), gradients(eager, eager, dtype)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (door, dtype)
+
+
+class Inverse(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 3, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.linalg.pinv(self.w) @ x).abs().square().sum()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_conjugates_are_resolved_in_the_first_call(door: str) -> None:
+    model, x = Inverse(torch.complex128), torch.randn(4, 2, dtype=torch.complex128)
+    expected = train_step(model, model, {"x": x})
+    compiled = _through(door, model, memory_budget=0.0)
+    for _ in range(2):
+        found = train_step(compiled, model, {"x": x})
+        torch.testing.assert_close((found.loss, found.gradients), (expected.loss, expected.gradients))
+
+
+def test_conjugates_are_resolved_while_something_is_measured() -> None:
+    model, x = Inverse(torch.complex128), torch.randn(4, 2, dtype=torch.complex128)
+    expected = model(x)
+    with roundpipe_fx.measure_peak("cpu"):
+        assert torch.equal(model(x), expected)
+    with roundpipe_fx.count_host_syncs():
+        assert torch.equal(model(x), expected)
+
+
+@torch.library.custom_op("pytorch_bugs::twice_the_conjugate", mutates_args=())
+def _twice_the_conjugate(x: torch.Tensor) -> torch.Tensor:
+    return x.conj() * 2
+
+
+@_twice_the_conjugate.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_operators_of_the_users_may_conjugate_in_the_first_call() -> None:
+    x = torch.randn(4, dtype=torch.complex128)
+    found = torch.compile(lambda x: _twice_the_conjugate(x), backend="roundpipe_fx")(x)
+    assert torch.equal(found, x.conj() * 2)
+
+
+class Named(torch.Tensor):
+    """A plain subclass."""
+
+
+class Guarded(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("kind", [Named, Guarded])
+@pytest.mark.parametrize("door", DOORS)
+def test_inputs_of_plain_subclasses_of_tensors(door: str, kind: type) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(3, 4)
+    model(x).square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    compiled = _through(door, model, memory_budget=0.0)
+    for _ in range(2):
+        model.zero_grad()
+        y = compiled(x.as_subclass(kind))
+        assert type(y) is kind
+        y.square().sum().backward()
+        assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+
+
+def _base_written(base: torch.Tensor, part: torch.Tensor) -> Any:
+    base.mul_(2)
+    return part[0]
+
+
+def _part_written(base: torch.Tensor, part: torch.Tensor) -> Any:
+    part.mul_(2)
+    return base[2], base.sum()
+
+
+def _both_written(base: torch.Tensor, part: torch.Tensor) -> Any:
+    base.mul_(2)
+    part.add_(1)
+    return part[0], part, base[1] + 1
+
+
+def _nothing_returned_of_them(base: torch.Tensor, part: torch.Tensor) -> Any:
+    base.mul_(2)
+    return part.flatten()[:3] + 1
+
+
+WRITES = (_base_written, _part_written, _both_written, _nothing_returned_of_them)
+PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda base: base[2:],
+    "a transpose": lambda base: base.t(),
+    "a part of rows": lambda base: base.view(-1)[4:10].view(2, 3),
+    "the same tensor": lambda base: base,
+    "another dtype": lambda base: base.view(torch.int64),
+    "a detached one": lambda base: base.detach()[1:],
+    "a copy": lambda base: base[2:].clone(),
+}
+
+
+class Writing(nn.Module):
+    """Writes to inputs that share memory."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self.scale, self.write = nn.Parameter(torch.ones(())), write
+
+    def forward(self, base: torch.Tensor, part: torch.Tensor) -> Any:
+        outputs = self.write(base, part)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return (*outputs, (outputs[0].detach().double() * self.scale).sum())
+
+
+@pytest.mark.filterwarnings("ignore:roundpipe_fx.*share memory")
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__.strip("_"))
+@pytest.mark.parametrize("door", DOORS)
+def test_inputs_that_share_memory_and_are_written(door: str, write: Any) -> None:
+    eager = Writing(write).double()
+    model = copy.deepcopy(eager)
+    compiled = _through(door, model, memory_budget=0.0)
+    for part in PARTS:  # one after the other: what was compiled for one is not right for the next
+
+        def step(run: Any, model: nn.Module, part: str = part) -> list[torch.Tensor]:
+            model.zero_grad()
+            base = torch.arange(1.0, 10.0 if part == "a transpose" else 13.0, dtype=torch.float64).view(-1, 3)
+            inputs = base, PARTS[part](base)
+            outputs = run(*inputs)
+            outputs[-1].backward()
+            values = [value.detach().clone() for value in (*outputs, *inputs, *(p.grad for p in model.parameters()))]
+            base.zero_()  # what is a view of it has new values too
+            return [*values, *(output.detach().clone() for output in outputs)]
+
+        if write is not _base_written and part == "another dtype":
+            continue
+        expected, values = step(eager, eager), step(compiled, model)
+        assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True)), part
+
+
+def test_inputs_that_share_memory_as_they_have_not_before_are_told_of() -> None:
+    def write(base: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        base.mul_(2)
+        return part + 1
+
+    compiled = torch.compile(write, backend="roundpipe_fx")
+    base = torch.ones(4, 3)
+    assert torch.equal(compiled(base, torch.ones(2, 3)), torch.full((2, 3), 2.0))
+    with pytest.warns(UserWarning, match="'base' and 'part' share memory, and the model writes to 'base'"):
+        assert torch.equal(compiled(base, base[2:]), torch.full((2, 3), 5.0))
+
+
+def test_a_pipeline_refuses_inputs_that_share_memory() -> None:
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            x.mul_(2)
+            return (super().forward(y) * x).square().mean()
+
+    base = torch.randn(5, 3)
+    compiled = roundpipe_fx.compile(Net(3, 3), num_microbatches=2)
+    with pytest.raises(ValueError, match=r"share memory, and the model writes.*A pipeline cannot run them"):
+        compiled.forward_backward(base[:4], base[1:])
+
+
+class Cubed(torch.autograd.Function):
+    """With a backward that is not the derivative, so that it shows which one ran."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * 3.3 * x**2
+
+
+TRANSFORMS: dict[str, Any] = {
+    "grad": lambda layer, x: torch.func.grad(lambda v: Cubed.apply(layer(v)).sum())(x).sum(),
+    "vjp": lambda layer, x: torch.func.vjp(lambda v: Cubed.apply(layer(v)), x)[1](torch.ones_like(x))[0].sum(),
+    "vmap": lambda layer, x: torch.func.vmap(lambda v: Cubed.apply(layer(v)))(x).sum(),
+    "of each sample": lambda layer, x: torch.func.vmap(torch.func.grad(lambda v: Cubed.apply(layer(v)).sum()))(x).sum(),
+    "beside": lambda layer, x: (
+        Cubed.apply(layer(x)).sum() + torch.func.grad(lambda v: layer(v).square().sum())(x).sum()
+    ),
+}
+
+
+class Transforming(nn.Module):
+    def __init__(self, transform: Any) -> None:
+        super().__init__()
+        self.layer, self.transform = nn.Linear(4, 4), transform
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.transform(self.layer, x)
+
+
+@pytest.mark.filterwarnings("ignore::roundpipe_fx.GraphBreakWarning")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_functions_with_a_backward_inside_transforms(transform: str) -> None:
+    model, x = Transforming(TRANSFORMS[transform]).double(), torch.randn(3, 4, dtype=torch.float64)
+    eager = train_step(model, model, {"x": x})
+    found = train_step(roundpipe_fx.compile(model), model, {"x": x})
+    torch.testing.assert_close((found.loss, found.gradients), (eager.loss, eager.gradients), rtol=1e-12, atol=1e-12)
+
+
+def test_the_break_at_a_function_inside_a_transform_is_told_of() -> None:
+    model = Transforming(TRANSFORMS["vmap"])
+    with pytest.warns(roundpipe_fx.GraphBreakWarning, match=r"Cubed, an autograd\.Function inside torch\.func\.grad"):
+        roundpipe_fx.compile(model)(torch.randn(3, 4))

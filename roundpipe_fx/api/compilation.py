@@ -373,7 +373,7 @@ def compile_graph(
         compile_state=compile_state,
         call_name=f"{name} {_shapes(example_inputs)}",
     )
-    return leaving_out(capture(module, example_inputs, compilation))
+    return leaving_out(capture(module, example_inputs, compilation, labels, may_run_eagerly=pipelining is None))
 
 
 def _shapes(inputs: Sequence[Any]) -> str:

@@ -16,8 +16,16 @@ from torch import fx
 from roundpipe_fx import torch_private
 from roundpipe_fx.console.progress import working
 from roundpipe_fx.frontend.data_assignments import copy_assigned_data
+from roundpipe_fx.frontend.eager_graph import eager_graph
 from roundpipe_fx.frontend.opaque_backward import OpaqueCall, opaque_backwards
 from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
+from roundpipe_fx.frontend.shared_memory import (
+    SharedInputs,
+    run_if_shared_as_traced,
+    separate_memory,
+    shared_inputs,
+    shared_outputs,
+)
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.recompute_marks import mark_checkpoints
 
@@ -65,39 +73,93 @@ def prepare(module: fx.GraphModule) -> None:
     copy_assigned_data(module)
 
 
-def capture(module: fx.GraphModule, example_inputs: Sequence[Any], compilation: Callbacks) -> Callable[..., Any]:
+def capture(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    compilation: Callbacks,
+    labels: Sequence[tuple[str, bool]],
+    may_run_eagerly: bool,
+) -> Callable[..., Any]:
     """Compile Dynamo's graph with AOTAutograd.
 
     Args:
         module: Dynamo's graph, prepared.
-        example_inputs: its inputs, fake.
+        example_inputs: its inputs.
         compilation: the functions that AOTAutograd calls.
+        labels: for each input, its path and whether it is a parameter.
+        may_run_eagerly: whether calls that cannot be run as compiled are run eagerly; else they are refused.
 
     Returns:
         the function that Dynamo calls instead of the graph.
     """
+    shared = shared_inputs(example_inputs)
+    try:
+        run, written = _compiled(module, example_inputs, compilation, shared)
+    except _WrittenInSharedMemoryError:
+        example_inputs = separate_memory(module, example_inputs, shared)
+        run, written = _compiled(module, example_inputs, compilation, SharedInputs((), ()))
+    run = torch_private.without_class(run, example_inputs)
+    eagerly = eager_graph(module) if may_run_eagerly and written else None
+    return run_if_shared_as_traced(run, eagerly, example_inputs, written, labels)
+
+
+class _WrittenInSharedMemoryError(Exception):
+    """AOTAutograd cannot trace inputs that share memory, or the graph would be wrong."""
+
+
+def _compiled(
+    module: fx.GraphModule, example_inputs: Sequence[Any], compilation: Callbacks, shared: SharedInputs
+) -> tuple[Callable[..., Any], set[int]]:
+    """The function that AOTAutograd makes, and the numbers of the inputs that it writes.
+
+    Raises:
+        _WrittenInSharedMemoryError: inputs that share memory stand in the way.
+    """
+    written: set[int] = set()
+    returned = bool(shared.groups) and shared_outputs(module, shared)
     with contextlib.ExitStack() as tracing:
+        traced = False
+
+        def note_written(graph: fx.GraphModule) -> None:
+            nonlocal traced
+            bases = torch_private.has_bases_of_inputs(graph)
+            if bases and returned:
+                raise _WrittenInSharedMemoryError
+            places = map(torch_private.plain_input, torch_private.mutated_inputs(graph))
+            written.update(place for place in places if place is not None)
+            if bases:
+                written.update(place for group in shared.groups for place in group)
+            traced = True
+            tracing.close()
 
         def partition(joint: fx.GraphModule, inputs: Any, **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-            tracing.close()
+            if is_outermost(joint):
+                note_written(joint)
             return compilation.partition(joint, inputs, **how)
 
         def forward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             torch_private.note_no_donated_buffers()
-            return compilation.forward(module, inputs)
+            return torch_private.with_harmless_checks(compilation.forward(module, inputs))
 
         def inference(module: fx.GraphModule, inputs: Sequence[Any]) -> _BoxedFunction:
-            tracing.close()
-            return compilation.inference(module, inputs)
+            note_written(module)
+            return torch_private.with_harmless_checks(compilation.inference(module, inputs))
 
         tracing.enter_context(working("tracing operations, forward and backward"))
         with torch_private.aot_flags(), opaque_backwards(module) as compilation.opaque:
-            return torch_private.aot_autograd(
+            compile_graph = torch_private.aot_autograd(
                 fw_compiler=forward,
                 bw_compiler=compilation.backward,
                 inference_compiler=inference,
                 partition_fn=partition,
-            )(module, example_inputs)
+            )
+            try:
+                return compile_graph(module, example_inputs), written
+            except (AssertionError, RuntimeError) as error:
+                # AOTAutograd refuses views of different dtypes, of detached tensors, and others.
+                if shared.groups and not traced and not isinstance(error, torch_private.PassedThrough):
+                    raise _WrittenInSharedMemoryError from error
+                raise
 
 
 def joint_graph_of(

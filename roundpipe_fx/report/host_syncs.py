@@ -9,7 +9,7 @@ import torch
 
 from roundpipe_fx.analysis.host_sync import why_host_sync
 from roundpipe_fx.analysis.sync_ops import registered_sync_ops
-from roundpipe_fx.torch_private import TorchDispatchMode, tree_leaves
+from roundpipe_fx.torch_private import TorchDispatchMode, conjugates_resolved, tree_leaves
 
 __all__ = ["count_host_syncs"]
 
@@ -51,7 +51,8 @@ class count_host_syncs(TorchDispatchMode):
         return self.by_operator.total()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        with conjugates_resolved():
+            result = func(*args, **(kwargs or {}))
         if isinstance(func, torch._ops.OpOverload) and _is_host_sync(func, args, kwargs, result):
             self.by_operator[str(func.overloadpacket)] += 1
         return result

@@ -8,7 +8,14 @@ from typing import Any, Self
 
 import torch
 
-from roundpipe_fx.torch_private import ForkedLock, ProfiledMemory, TorchDispatchMode, profile_memory, tree_leaves
+from roundpipe_fx.torch_private import (
+    ForkedLock,
+    ProfiledMemory,
+    TorchDispatchMode,
+    conjugates_resolved,
+    profile_memory,
+    tree_leaves,
+)
 
 __all__ = ["measure_peak"]
 
@@ -127,7 +134,8 @@ class _LiveStorages(TorchDispatchMode):
             for value in tree_leaves((args, kwargs))
             if isinstance(value, torch.Tensor) and value.layout is torch.strided
         }
-        result = profile_memory(lambda: func(*args, **kwargs), "cpu", self._noting())
+        with conjugates_resolved():
+            result = profile_memory(lambda: func(*args, **kwargs), "cpu", self._noting())
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 self._add(value.untyped_storage(), known)

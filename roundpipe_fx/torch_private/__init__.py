@@ -14,6 +14,7 @@ from roundpipe_fx.torch_private.aot import (
     default_partition,
     differentiated_outputs,
     gradient_inputs,
+    has_bases_of_inputs,
     input_mutations,
     is_effect_token,
     is_opaque,
@@ -81,11 +82,14 @@ from roundpipe_fx.torch_private.memory import ProfiledMemory, memory_is_profiled
 from roundpipe_fx.torch_private.modes import (
     TorchDispatchMode,
     active_dispatch_modes,
+    conjugates_resolved,
     dispatch_mode_flags,
     dispatch_modes,
     fakes_on,
     inner_tensors,
     set_dispatch_mode_flags,
+    with_harmless_checks,
+    without_class,
     without_modes,
 )
 from roundpipe_fx.torch_private.norms import AnyBatchNorm, RunningNorm
@@ -158,6 +162,7 @@ __all__ = [
     "checkpoint_body",
     "checkpoint_policy",
     "compiled_in_place_by_us",
+    "conjugates_resolved",
     "data_dependent_symbol",
     "data_parallel_forward",
     "default_partition",
@@ -179,6 +184,7 @@ __all__ = [
     "graph_module",
     "group_ranks",
     "group_timeout",
+    "has_bases_of_inputs",
     "has_kernel",
     "in_backward",
     "inductor",
@@ -246,6 +252,8 @@ __all__ = [
     "when_backward_ends",
     "when_forked",
     "why_disabled",
+    "with_harmless_checks",
+    "without_class",
     "without_modes",
     "without_wrapper",
 ]

@@ -18,7 +18,9 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTInput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
+    SyntheticBaseAOTInput,
     TangentAOTInput,
+    ViewBaseAOTInput,
 )
 from torch._guards import TracingContext
 
@@ -29,6 +31,7 @@ __all__ = [
     "default_partition",
     "differentiated_outputs",
     "gradient_inputs",
+    "has_bases_of_inputs",
     "input_mutations",
     "is_effect_token",
     "is_opaque",
@@ -51,8 +54,18 @@ def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
 
 
 def aot_flags() -> contextlib.AbstractContextManager[Any]:
-    """AOTAutograd's flags for our compilation: no donated buffers, so that ``backward(retain_graph=True)`` works."""
-    return torch._functorch.config.patch(donated_buffer=False)
+    """AOTAutograd's flags for our compilation.
+
+    No buffers are donated, so that ``backward(retain_graph=True)`` works. The backward is traced without autocast, as
+    ``loss.backward()`` runs behind the region eagerly: traced under the autocast that surrounds the forward, it
+    would cast what the model computes in a region of another dtype, or of none. An autocast that the user has
+    configured for backwards is kept.
+    """
+    config = torch._functorch.config
+    autocast = config.backward_pass_autocast
+    return config.patch(
+        donated_buffer=False, backward_pass_autocast="off" if autocast == "same_as_forward" else autocast
+    )
 
 
 def note_no_donated_buffers() -> None:
@@ -74,6 +87,12 @@ def mutated_inputs(joint: fx.GraphModule) -> list[fx.Node]:
         description.mutated_input for description in descriptions if isinstance(description, InputMutationAOTOutput)
     }
     return [node for node in joint.graph.find_nodes(op="placeholder") if node.meta.get("desc") in mutated]
+
+
+def has_bases_of_inputs(graph: fx.GraphModule) -> bool:
+    """Whether inputs that share memory, one of which is written, are made from one input in AOTAutograd's place."""
+    descriptions = (node.meta.get("desc") for node in graph.graph.find_nodes(op="placeholder"))
+    return any(isinstance(description, (SyntheticBaseAOTInput, ViewBaseAOTInput)) for description in descriptions)
 
 
 def input_mutations(graph: fx.GraphModule) -> dict[int, int]:

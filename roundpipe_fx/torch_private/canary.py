@@ -29,7 +29,8 @@ USED: Mapping[str, str] = {
     "torch._C": (
         "DispatchKey.ADInplaceOrView _ForceDispatchKeyGuard _current_graph_task_id "
         "_dispatch_tls_is_dispatch_key_excluded _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set "
-        "_dispatch_tls_set_dispatch_key_excluded _get_mkldnn_enabled _is_tracing _set_mkldnn_enabled"
+        "_dispatch_tls_set_dispatch_key_excluded _disabled_torch_dispatch_impl _get_mkldnn_enabled _is_tracing "
+        "_set_mkldnn_enabled"
     ),
     "torch._C._autograd": (
         "_disable_profiler_legacy _enable_profiler_legacy _get_current_graph_task_keep_graph "
@@ -45,7 +46,7 @@ USED: Mapping[str, str] = {
     "torch._dynamo.config": "patch",
     "torch._dynamo.convert_frame": "CatchErrorsWrapper.__call__ ConvertFrameAssert.__call__ input_codes",
     "torch._dynamo.eval_frame": "OptimizedModule reset_code",
-    "torch._dynamo.exc": "ShortenTraceback Unsupported UserError",
+    "torch._dynamo.exc": "ShortenTraceback Unsupported UserError unimplemented",
     "torch._dynamo.guards": "DeletedGuardManagerWrapper",
     "torch._dynamo.output_graph": "OutputGraph.remove_tensorify_specialized_graphargs",
     "torch._dynamo.symbolic_convert": (
@@ -53,12 +54,14 @@ USED: Mapping[str, str] = {
     ),
     "torch._dynamo.utils": "_get_dynamo_config_for_logging get_compilation_metrics graph_break_reasons",
     "torch._dynamo.variables.functions": "SkipFunctionVariable.call_function UserFunctionVariable",
+    "torch._dynamo.variables.misc": "AutogradFunctionVariable.call_apply",
     "torch._dynamo.variables.tensor": "TensorVariable.as_python_constant",
     "torch._functorch._aot_autograd.descriptors": (
         "BackwardTokenAOTInput ForwardTokenAOTInput GradAOTOutput.grad_of InputMutationAOTOutput.mutated_input "
-        "PlainAOTInput.idx SubclassGetAttrAOTInput.base SubclassGetAttrAOTOutput.base TangentAOTInput.output"
+        "PlainAOTInput.idx SubclassGetAttrAOTInput.base SubclassGetAttrAOTOutput.base SyntheticBaseAOTInput "
+        "TangentAOTInput.output ViewBaseAOTInput"
     ),
-    "torch._functorch.config": "donated_buffer patch",
+    "torch._functorch.config": "backward_pass_autocast donated_buffer patch",
     "torch._functorch.partitioners": "default_partition",
     "torch._guards": "TracingContext detect_fake_mode tracing",
     "torch._inductor.compile_fx": "compile_fx_inner",
@@ -95,9 +98,9 @@ USED: Mapping[str, str] = {
         "DistributedDataParallel._pre_forward"
     ),
     "torch.utils._python_dispatch": (
-        "TorchDispatchMode _disable_current_modes _get_current_dispatch_mode_stack "
+        "TorchDispatchMode _disable_current_modes _get_current_dispatch_mode _get_current_dispatch_mode_stack "
         "_is_in_any_mode_without_ignore_compile_internals _is_in_non_infra_torch_dispatch_mode "
-        "_is_in_torch_dispatch_mode is_traceable_wrapper_subclass"
+        "_is_in_torch_dispatch_mode _pop_mode_temporarily is_traceable_wrapper_subclass"
     ),
     "torch.utils._pytree": (
         "SequenceKey TreeSpec key_get keystr tree_flatten tree_flatten_with_path tree_leaves tree_map tree_map_only "
@@ -122,7 +125,10 @@ SPELLED: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.fsdp._fully_shard._fsdp_state": ("_fsdp_param_group",),
     "torch.optim.lr_scheduler": ("_opt_called", "_wrapped_by_lr_sched"),
     "torch.optim.optimizer": ("self._optimizer_step_post_hooks", "self._optimizer_step_pre_hooks"),
-    "torch._functorch._aot_autograd.runtime_wrappers": ("class CompiledFunction(torch.autograd.Function)",),
+    "torch._functorch._aot_autograd.runtime_wrappers": (
+        "class CompiledFunction(torch.autograd.Function)",
+        "class _AnalyzeCustomOpInputOutputMode(TorchDispatchMode)",
+    ),
     "torch._inductor.compile_fx": ("original_output_strides", "user_visible_output_idxs"),
 }
 """What must occur in the source of a module: attributes and keys that are read with a default, classes in functions."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
+from roundpipe_fx.torch_private.custom_functions import break_at_transformed_functions
 from roundpipe_fx.torch_private.float_updates import keep_float_updates
 from roundpipe_fx.torch_private.forks import ForkedLock
 from roundpipe_fx.torch_private.packed_sequences import trace_packed_sequences
@@ -82,6 +83,7 @@ def _patch_dynamo() -> None:
     keep_float_updates(_is_ours)
     install_retries(_is_ours)
     trace_packed_sequences(_is_ours)
+    break_at_transformed_functions(_is_ours)
     _log_metrics_with_functions()
 
 

@@ -13,11 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 __all__ = [
     "TorchDispatchMode",
     "active_dispatch_modes",
+    "conjugates_resolved",
     "dispatch_mode_flags",
     "dispatch_modes",
     "fakes_on",
     "inner_tensors",
     "set_dispatch_mode_flags",
+    "with_harmless_checks",
+    "without_class",
     "without_modes",
 ]
 
@@ -87,3 +90,105 @@ def inner_tensors(value: torch.Tensor) -> list[torch.Tensor]:
     if not is_traceable_wrapper_subclass(value):
         return []
     return [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+
+
+_LAZY = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+
+
+@contextlib.contextmanager
+def conjugates_resolved() -> Iterator[None]:
+    """Context manager for what a dispatch mode does with an operation: conjugates are resolved as without the mode.
+
+    PyTorch calls a mode with the fallback for conjugated and negated views switched off. A kernel that makes such views
+    and computes with them, as that of ``pinv`` does, would take them for what they are views of.
+    """
+    excluded = [key for key in _LAZY if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
+    for key in excluded:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        yield
+    finally:
+        for key in excluded:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
+
+
+def with_harmless_checks(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A compiled forward that computes in its first call what it does in the others.
+
+    AOTAutograd makes the first call under a dispatch mode that checks whether results of custom operators alias their
+    operands. The mode refuses operands of plain subclasses of tensors, and conjugates are not resolved under it. Here
+    the same check is made without either.
+
+    Args:
+        run: a boxed function.
+    """
+    from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+
+    checked = False
+
+    def forward(arguments: list[Any]) -> Any:
+        nonlocal checked
+        if checked:
+            return run(arguments)
+        if type(_get_current_dispatch_mode()).__name__ != "_AnalyzeCustomOpInputOutputMode":
+            return run(arguments)
+        checked = True
+        with _pop_mode_temporarily() as check, _Harmless(check):
+            return run(arguments)
+
+    forward._boxed_call = True  # type: ignore[attr-defined]
+    return forward
+
+
+class _Harmless(TorchDispatchMode):
+    """Another mode, under which operations compute what they do without it."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with conjugates_resolved():
+            result = self._mode.__torch_dispatch__(func, types, args, kwargs)
+            if result is NotImplemented and not any(map(_dispatches, types)):
+                result = func(*args, **(kwargs or {}))
+        return result
+
+
+def without_class(run: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:
+    """Let a compiled graph get inputs of plain subclasses as tensors; Dynamo restores the class of results.
+
+    AOTAutograd's check in the first call (:func:`with_harmless_checks`) refuses them even before the graph is run.
+
+    Args:
+        run: called by Dynamo.
+        examples: the inputs for which it was compiled.
+    """
+    plain = [place for place, value in enumerate(examples) if _is_of_plain_subclass(value)]
+    if not plain:
+        return run
+
+    def run_on_tensors(*arguments: Any) -> Any:
+        tensors = list(arguments)
+        for place in plain:
+            tensors[place] = tensors[place].as_subclass(torch.Tensor)
+        return run(*tensors)
+
+    return run_on_tensors
+
+
+def _is_of_plain_subclass(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+        return False
+    return type(value) is not torch.Tensor and not _dispatches(type(value))
+
+
+def _dispatches(kind: type) -> bool:
+    """Whether tensors of a class are called with each operation."""
+    return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl

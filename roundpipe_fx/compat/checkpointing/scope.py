@@ -190,9 +190,10 @@ class _Recorder(TorchDispatchMode):
             torch_private.set_dispatch_mode_flags(_Recorder._meanwhile if _Recorder._active else _Recorder._before)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _local.recomputing:
-            return func(*args, **(kwargs or {}))
-        return self._tape.run(func, args, kwargs or {})
+        with torch_private.conjugates_resolved():
+            if _local.recomputing:
+                return func(*args, **(kwargs or {}))
+            return self._tape.run(func, args, kwargs or {})
 
 
 class _Handle:

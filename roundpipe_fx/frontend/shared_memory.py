@@ -1,0 +1,200 @@
+"""Inputs that share memory, one of which is written.
+
+A traced graph is right for the way in which its inputs shared memory when it was traced: neither Dynamo nor AOTAutograd
+guards on that. So calls whose inputs share it in another way are run eagerly, and the user is told. The same is done
+where AOTAutograd cannot trace such inputs, or is wrong: where a graph returns a view of one of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.torch_private import PassedThrough
+
+__all__ = [
+    "SharedInputs",
+    "SharedMemoryError",
+    "run_if_shared_as_traced",
+    "separate_memory",
+    "shared_inputs",
+    "shared_outputs",
+]
+
+
+class SharedMemoryError(PassedThrough, ValueError):
+    """A pipeline got inputs that share memory, one of which the model writes."""
+
+
+@dataclass(frozen=True)
+class SharedInputs:
+    """Inputs of a graph that share memory.
+
+    Attributes:
+        groups: for each memory, the inputs' numbers.
+        layouts: for each input, its sizes, strides and offset, and those of the tensor that it is a view of.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    layouts: tuple[Any, ...]
+
+
+def shared_inputs(
+    inputs: Sequence[Any], among: Collection[int] | None = None, written: Collection[int] | None = None
+) -> SharedInputs:
+    """The inputs that overlap others in memory.
+
+    Args:
+        inputs: all of them.
+        among: numbers of those that are looked at; ``None``: all.
+        written: numbers of those that the graph writes; ``None``: perhaps all.
+    """
+    by_storage: dict[int, list[int]] = {}
+    for place in range(len(inputs)) if among is None else among:
+        storage = _storage_id(inputs[place])
+        if storage is not None:
+            by_storage.setdefault(storage, []).append(place)
+    groups = tuple(
+        tuple(sorted(places))
+        for places in by_storage.values()
+        if len(places) > 1 and _overlap([(inputs[place], written is None or place in written) for place in places])
+    )
+    return SharedInputs(groups, tuple(_layout(inputs[place]) for group in groups for place in group))
+
+
+def _storage_id(value: Any) -> int | None:
+    """The memory of a tensor; ``None`` if it has none of its own, as inside a transform of ``torch.func``."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    try:
+        return value.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _overlap(tensors: Sequence[tuple[torch.Tensor, bool]]) -> bool:
+    """Whether the memory between the first and the last element of a written tensor is another's too."""
+    for (one, writes_one), (other, writes_other) in itertools.combinations(tensors, 2):
+        if (writes_one or writes_other) and _extents_overlap(one, other):
+            return True
+    return False
+
+
+def _extents_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    (begin, end), (other_begin, other_end) = _extent(one), _extent(other)
+    return bool(begin < other_end and other_begin < end)
+
+
+def _extent(value: torch.Tensor) -> tuple[Any, Any]:
+    begin = value.storage_offset() * value.itemsize
+    if value.numel() == 0:
+        return begin, begin
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return begin, begin + (last + 1) * value.itemsize
+
+
+def _layout(value: torch.Tensor) -> Any:
+    base = value._base
+    return (
+        tuple(value.shape),
+        value.stride(),
+        value.storage_offset(),
+        value.untyped_storage().nbytes(),
+        None if base is None else (tuple(base.shape), base.stride(), base.storage_offset()),
+    )
+
+
+def shared_outputs(module: fx.GraphModule, shared: SharedInputs) -> bool:
+    """Whether a graph of Dynamo's returns a view of an input that shares memory with another one.
+
+    Args:
+        module: Dynamo's graph.
+        shared: the inputs that share memory.
+    """
+    fakes = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
+    memories = {_storage_id(fakes[place]) for place in itertools.chain(*shared.groups)}
+    values = [node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes]
+    return any(_storage_id(value) in memories for value in values)
+
+
+def separate_memory(module: fx.GraphModule, inputs: Sequence[Any], shared: SharedInputs) -> list[Any]:
+    """Inputs to trace a graph of Dynamo's with, fake where they would share memory."""
+    separate = list(inputs)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for place in itertools.chain(*shared.groups):
+        value = placeholders[place].meta["example_value"]
+        with value.fake_mode:
+            fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            fresh.requires_grad_(value.requires_grad)
+            if value.requires_grad and not value.is_leaf:
+                with torch.enable_grad():
+                    fresh = fresh.clone()
+        separate[place] = fresh
+    return separate
+
+
+def run_if_shared_as_traced(
+    run: Callable[..., Any],
+    eagerly: Callable[..., Any] | None,
+    traced: Sequence[Any],
+    written: Collection[int],
+    labels: Sequence[tuple[str, bool]],
+) -> Callable[..., Any]:
+    """A compiled graph that runs calls eagerly whose inputs share memory in another way than when it was traced.
+
+    Parameters and buffers are taken to share memory among themselves as they did then.
+
+    Args:
+        run: called by Dynamo.
+        eagerly: the same graph, run by eager PyTorch; ``None``: such calls are refused.
+        traced: the inputs for which it was traced.
+        written: numbers of the inputs that it writes.
+        labels: for each input its path, and whether it is a parameter or a buffer.
+    """
+    user_inputs = {place for place, (_, is_part_of_model) in enumerate(labels) if not is_part_of_model}
+    among = sorted(range(len(traced)) if user_inputs & set(written) else user_inputs | set(written))
+    if not user_inputs and not written:
+        return run
+    expected = shared_inputs(traced, among, written)
+    warned = False
+
+    def run_or_eagerly(*arguments: Any) -> Any:
+        nonlocal warned
+        current = shared_inputs(arguments, among, written)
+        if current == expected:
+            return run(*arguments)
+        if eagerly is None:
+            raise SharedMemoryError(f"{_description(current, expected, written, labels)} {_REFUSED}")
+        if not warned:
+            warned = True
+            warnings.warn(f"roundpipe_fx: {_description(current, expected, written, labels)} {_EAGER}", stacklevel=2)
+        return eagerly(*arguments)
+
+    return run_or_eagerly
+
+
+_ADVICE = "Pass copies (`tensor.clone()`), or let the model write to a copy."
+_EAGER = f"Calls with such inputs run eagerly, which is right, but no memory_budget bounds them. {_ADVICE}"
+_REFUSED = f"A pipeline cannot run them. {_ADVICE}"
+
+
+def _description(
+    current: SharedInputs, expected: SharedInputs, written: Collection[int], labels: Sequence[tuple[str, bool]]
+) -> str:
+    if not current.groups:
+        names = _names(expected.groups[0], labels)
+        return f"the model was compiled for inputs that share memory ({names}) and now gets some that do not."
+    group = next((group for group in current.groups if group not in expected.groups), current.groups[0])
+    names = _names(group, labels)
+    return f"{names} share memory, and the model writes to {_names([p for p in group if p in written], labels)}."
+
+
+def _names(places: Sequence[int], labels: Sequence[tuple[str, bool]]) -> str:
+    names = [repr(labels[place][0]) for place in places]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
