@@ -76,7 +76,14 @@ from roundpipe_fx.torch_private.dynamo import (
 )
 from roundpipe_fx.torch_private.flags import dynamo_flags
 from roundpipe_fx.torch_private.fully_sharded import gathered_bytes, parts_sharded_alone
-from roundpipe_fx.torch_private.memory import ProfiledMemory, memory_is_profiled, profile_memory, profiler_runs
+from roundpipe_fx.torch_private.memory import (
+    Allocation,
+    ProfiledMemory,
+    profile_memory,
+    profiler_runs,
+    record_allocations,
+    wrap_compiled_calls,
+)
 from roundpipe_fx.torch_private.modes import (
     TorchDispatchMode,
     active_dispatch_modes,
@@ -115,6 +122,7 @@ from roundpipe_fx.torch_private.sizes import (
     note_count,
     note_counts,
     number_hint,
+    planned_sizes,
     row_major,
     shape_env_of,
     size_binding,
@@ -134,6 +142,7 @@ from roundpipe_fx.torch_private.trees import (
 from roundpipe_fx.torch_private.users_exceptions import keep_users_exceptions
 
 __all__ = [
+    "Allocation",
     "AnyBatchNorm",
     "InputSize",
     "OptimizedModule",
@@ -196,7 +205,6 @@ __all__ = [
     "leave_unused_gradients_out",
     "line_of_break",
     "local_part",
-    "memory_is_profiled",
     "module_forward",
     "module_path_text",
     "modules_being_compiled",
@@ -211,11 +219,13 @@ __all__ = [
     "parts_sharded_alone",
     "passed_through",
     "plain_input",
+    "planned_sizes",
     "pop_saved_tensor_hooks",
     "profile_memory",
     "profiler_runs",
     "push_saved_tensor_hooks",
     "reads_input",
+    "record_allocations",
     "registered_backwards",
     "resolved_random_branch",
     "row_major",
@@ -245,4 +255,5 @@ __all__ = [
     "why_disabled",
     "without_modes",
     "without_wrapper",
+    "wrap_compiled_calls",
 ]
