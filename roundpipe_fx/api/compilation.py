@@ -226,8 +226,8 @@ class _Compilation:
     def _profile(self, lowered: Lowered) -> ProfiledStep | None:
         """Measures in a step whether compiled stages exceed the budget; ``None`` if there is none.
 
-        Eager stages hold what was planned. Bytes that compiled ones hold beyond that are counted in all plans: both ends
-        of a share grow by as much, so the next plan recomputes the same, and its budget is what a step takes.
+        Eager stages hold what was planned. Bytes that compiled ones hold beyond that are counted in all plans. Both
+        ends of a share grow by as much, so the next plan recomputes the same, and its budget is what a step takes.
         """
         if lowered.stage_compiler == "eager" or lowered.budget is None:
             return None

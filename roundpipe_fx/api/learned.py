@@ -84,8 +84,8 @@ class Learned:
         warnings.warn(
             f"roundpipe_fx: a step took {peak} bytes ({bytes_text(peak)}), and the memory_budget of its plan is "
             f"{budget} bytes ({bytes_text(budget)}): compiled stages hold {excess} bytes ({bytes_text(excess)}) more "
-            "than was planned. This is known once a step has run, and torch.compile does not replan: use roundpipe_fx.compile, "
-            "which plans the next step for it, or give a smaller budget.",
+            "than was planned. This is known once a step has run, and torch.compile does not replan: use "
+            "roundpipe_fx.compile, which plans the next step for it, or give a smaller budget.",
             StepBudgetWarning,
             stacklevel=2,
         )
