@@ -258,19 +258,24 @@ class _Compilation:
         self.learned.steps.tell_of_more(what, size, self.lowered.peak.bytes, self.lowered.budget)
 
     def _profile(self, lowered: Lowered) -> ProfiledStep | None:
-        """Measures in a step whether compiled stages exceed the budget; ``None`` if that would not change anything.
+        """Measures in a step whether compiled stages exceed the budget; ``None`` if there is none.
 
-        Eager stages hold what was planned. Memory beyond the plan is about the same for all plans, so it matters only
-        if the budget is given in bytes.
+        Eager stages hold what was planned. Bytes that compiled ones hold beyond that are counted in all plans. Both
+        ends of a share grow by as much, so the next plan recomputes the same, and its budget is what a step takes.
         """
-        if lowered.stage_compiler == "eager" or not bounded_in_bytes(lowered.joint, self.options):
+        if lowered.stage_compiler == "eager" or lowered.budget is None:
             return None
-        assert lowered.backward is not None and lowered.budget is not None
-        budget, planned = lowered.budget, lowered.peak.bytes - lowered.setting.beyond_plan
+        assert lowered.backward is not None
+        budget, beyond = lowered.budget, lowered.setting.beyond_plan
+        others = lowered.peak.bytes - lowered.call_peak.bytes
 
         def see(peak: int) -> None:
-            if peak > budget:
-                self.learned.see_workspace(COMPILED_STAGES, peak - planned)
+            excess = peak - (lowered.call_peak.bytes - beyond)
+            if peak + others <= budget:
+                return
+            self.learned.see_workspace(COMPILED_STAGES, excess)
+            if not self.learned.steps.replans:
+                self.learned.tell_of_excess(peak + others, budget, excess - beyond)
 
         device = lowered.setting.device
         granularity = allocation_granularity(device)
@@ -282,6 +287,7 @@ class _Compilation:
             see=see,
             outside=outside,
             updates=lowered.updates,
+            graph=lowered.joint.module.graph,
         )
 
     def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:

@@ -81,7 +81,7 @@ class Lowered:
     def peak(self) -> PeakMoment:
         """The predicted peak of a step."""
         step = self.setting.step
-        return self._peak if step is None else dataclasses.replace(self._peak, bytes=step.peak(self.footprint))
+        return self.call_peak if step is None else dataclasses.replace(self.call_peak, bytes=step.peak(self.footprint))
 
     @functools.cached_property
     def static(self) -> bool:
@@ -127,15 +127,15 @@ class Lowered:
         return _course(self.joint, self.forward, self.backward, self.tangents, self.setting.device)
 
     @functools.cached_property
-    def _peak(self) -> PeakMoment:
-        """Of one call."""
+    def call_peak(self) -> PeakMoment:
+        """The predicted peak of a step with this call alone."""
         return peak_of_course(self._course, allocator_of(self.setting.device), _trained(self.joint))
 
     @functools.cached_property
     def footprint(self) -> Footprint:
         """The memory footprint of one call."""
         counted_more = allocator_of(self.setting.device) is not None
-        beyond = max(self._peak.bytes - peak_of_course(self._course).bytes, 0) if counted_more else 0
+        beyond = max(self.call_peak.bytes - peak_of_course(self._course).bytes, 0) if counted_more else 0
         return footprint_of_course(self._course, self.gradient_owners, beyond)
 
 

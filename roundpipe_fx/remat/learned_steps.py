@@ -64,6 +64,11 @@ class LearnedSteps:
         self._told_of_outside = False
 
     @property
+    def replans(self) -> bool:
+        """Whether replanning is possible."""
+        return self._replans
+
+    @property
     def expected_parts(self) -> int:
         """How many graphs the first step is known to have; 0 if it is not known, or once it has been seen."""
         return self.parts if self._replans and not self._seen else 0

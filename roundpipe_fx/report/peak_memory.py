@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 
 from roundpipe_fx.torch_private import (
+    Allocation,
     ForkedLock,
     ProfiledMemory,
     TorchDispatchMode,
+    active_dispatch_modes,
     conjugates_resolved,
     profile_memory,
+    record_allocations,
     tree_leaves,
+    wrap_compiled_calls,
 )
 
 __all__ = ["measure_peak"]
@@ -30,9 +37,10 @@ class measure_peak:
         print(peak.bytes)
 
     On the CPU, the live bytes of all tensor storages that operations allocate or that are resized (as FSDP2 resizes
-    those of gathered parameters), each storage once, and workspaces of kernels; memory allocated by compiled code
-    (Inductor) is not counted. A profiler cannot run at the same time. On CUDA, the counters of the caching allocator:
-    ``max_memory_allocated()`` minus ``memory_allocated()`` at the beginning, on the given device.
+    those of gathered parameters), each storage once, workspaces of kernels, and what code that Inductor has compiled
+    allocates. Worker threads of a pipeline count. A profiler cannot run at the same time: the first operation raises an
+    error. On CUDA, the counters of the caching allocator: ``max_memory_allocated()`` minus ``memory_allocated()`` at
+    the beginning, on the given device.
 
     Args:
         device: ``"cpu"`` or a CUDA device; ``None``: CUDA if it is in use, else the CPU.
@@ -84,7 +92,17 @@ class measure_peak:
 
 
 _measuring: list[_LiveStorages] = []
-_resizing = ForkedLock()
+_patching = ForkedLock()
+_unwrap: list[Callable[[], None]] = []
+"""Undoes what makes calls of compiled code count."""
+
+
+def _count_compiled_calls() -> None:
+    """Make calls of compiled code count, once there may be some; :data:`_patching` is held."""
+    if not _unwrap:
+        undo = wrap_compiled_calls(_call_counted)
+        if undo is not None:
+            _unwrap.append(undo)
 
 
 def _resize_counted(storage: torch.UntypedStorage, size: int) -> Any:
@@ -96,8 +114,85 @@ def _resize_counted(storage: torch.UntypedStorage, size: int) -> Any:
     return resized
 
 
+@dataclass(eq=False)
+class _CompiledCall:
+    """A call of code that Inductor has compiled.
+
+    Attributes:
+        counted_by: what counts its allocations.
+        freed: bytes of the storages of each of them that it frees.
+        ended: when it returned; ``None``: it runs.
+        allocations: the allocator's record; ``None``: it is not known yet.
+    """
+
+    counted_by: list[_LiveStorages]
+    freed: dict[_LiveStorages, list[int]] = field(default_factory=dict)
+    ended: float | None = None
+    allocations: Sequence[Allocation] | None = None
+
+    def see(self, allocations: Sequence[Allocation]) -> None:
+        """Note the allocator's record, which may come after the end."""
+        self.allocations = allocations
+        self.count()
+
+    def end(self) -> None:
+        """Note that it has returned."""
+        self.ended = time.perf_counter()
+        self.count()
+
+    def count(self) -> None:
+        """Count what it allocated and freed meanwhile, once it has returned and that is known."""
+        if self.ended is not None and self.allocations is not None:
+            for storages in self.counted_by:
+                storages._count(self.allocations, self.freed.get(storages, ()), self.ended)
+
+
+class _Thread(threading.local):
+    compiled: _CompiledCall | None = None
+
+
+_thread = _Thread()
+
+
+def _call_counted(run: Callable[[], Any], inputs: Sequence[Any]) -> Any:
+    """Call compiled code, which allocates without an operation that a dispatch mode sees, and count it."""
+    active = dict.fromkeys(active_dispatch_modes())
+    counted_by = [mode for mode in active if isinstance(mode, _LiveStorages)]
+    if not counted_by or _thread.compiled is not None:
+        return run()
+    # The call clears the list, and other storages may come to lie where those of the inputs were.
+    given = [weakref.ref(value.untyped_storage()) for value in inputs if _has_storage(value)]
+    _thread.compiled = call = _CompiledCall(counted_by)
+    for storages in counted_by:
+        storages._open_log()
+    try:
+        result = record_allocations(run, call.see)
+    except BaseException:
+        call.see(())
+        raise
+    finally:
+        _thread.compiled = None
+        call.end()
+        for storages in counted_by:
+            for size in call.freed.get(storages, ()):
+                storages._change(-size)
+    known = {storage._cdata for reference in given if (storage := reference()) is not None}
+    for value in filter(_has_storage, tree_leaves(result)):
+        for storages in counted_by:
+            storages._add(value.untyped_storage(), known)
+    return result
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
 class _LiveStorages(TorchDispatchMode):
-    """Counts the bytes of live storages that operations allocate."""
+    """Counts the bytes of live storages that operations allocate.
+
+    While compiled code runs, whose allocations are known in full only later, changes are logged, and the peak is that
+    of all logs merged by time.
+    """
 
     supports_higher_order_operators = True
 
@@ -112,33 +207,39 @@ class _LiveStorages(TorchDispatchMode):
         # Workers of a pipeline run under the mode of their caller; a finalizer may run inside an addition.
         self._lock = ForkedLock()
         self._sizes: dict[int, int] = {}
+        self._uncounted = 0
+        self._log: list[tuple[float, int]] = []
+        self._before_log = 0
 
     def __enter__(self) -> Self:
-        with _resizing:
+        with _patching:
             _measuring.append(self)
             torch.UntypedStorage.resize_ = _resize_counted  # type: ignore[assignment, method-assign]
+            _count_compiled_calls()
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
-        with _resizing:
+        with _patching:
             _measuring.remove(self)
             if not _measuring:
                 del torch.UntypedStorage.resize_  # it is the base class's
+                while _unwrap:
+                    _unwrap.pop()()
         super().__exit__(*exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _thread.compiled is not None:
+            return func(*args, **kwargs)
+        if not _unwrap:
+            with _patching:
+                _count_compiled_calls()
         # Storages of operands were allocated before: by code that is not measured, or they have been counted.
-        known = {
-            value.untyped_storage()._cdata
-            for value in tree_leaves((args, kwargs))
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided
-        }
+        known = {value.untyped_storage()._cdata for value in tree_leaves((args, kwargs)) if _has_storage(value)}
         with conjugates_resolved():
             result = profile_memory(lambda: func(*args, **kwargs), "cpu", self._noting())
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                self._add(value.untyped_storage(), known)
+        for value in filter(_has_storage, tree_leaves(result)):
+            self._add(value.untyped_storage(), known)
         return result
 
     def _noting(self) -> Callable[[ProfiledMemory], None]:
@@ -157,8 +258,7 @@ class _LiveStorages(TorchDispatchMode):
         size = storage.nbytes()
         with self._lock:
             self._sizes[key] = size
-            self.live += size
-            self.peak = max(self.peak, self.live)
+            self._change(size)
         weakref.finalize(storage, self._remove, key)
 
     def _resize(self, storage: torch.UntypedStorage, before: int) -> None:
@@ -170,11 +270,65 @@ class _LiveStorages(TorchDispatchMode):
             new = key not in self._sizes
             change = storage.nbytes() - before
             self._sizes[key] = self._sizes.get(key, 0) + change
-            self.live += change
-            self.peak = max(self.peak, self.live)
+            self._change(change)
         if new:
             weakref.finalize(storage, self._remove, key)
 
     def _remove(self, key: int) -> None:
+        call = _thread.compiled
         with self._lock:
-            self.live -= self._sizes.pop(key, 0)
+            size = self._sizes.pop(key, 0)
+            if call is not None and self in call.counted_by:
+                call.freed.setdefault(self, []).append(size)  # the allocator's record says when
+            else:
+                self._change(-size)
+
+    def _change(self, size: int) -> None:
+        with self._lock:
+            self.live += size
+            if self._uncounted:
+                self._log.append((time.perf_counter(), size))
+            else:
+                self.peak = max(self.peak, self.live)
+
+    def _open_log(self) -> None:
+        """Begin a call of compiled code."""
+        with self._lock:
+            if not self._uncounted:
+                self._before_log = self.live
+            self._uncounted += 1
+
+    def _count(self, allocations: Sequence[Allocation], freed: Sequence[int], ended: float) -> None:
+        """Count what a call of compiled code held while it ran.
+
+        Args:
+            allocations: the allocator's record of the call.
+            freed: bytes of counted storages that the call freed. Others that it freed but has not allocated were there
+                before the measurement.
+            ended: when it returned. What it leaves is counted from then on as other storages are.
+        """
+        own, counted = Counter[int](), Counter(freed)
+        held = 0
+        with self._lock:
+            for allocation in allocations:
+                size = allocation.cpu
+                if size > 0:
+                    own[size] += 1
+                else:
+                    source = counted if counted[-size] else own
+                    if not source[-size]:
+                        continue
+                    source[-size] -= 1
+                held += size
+                self._log.append((min(allocation.seconds, ended), size))
+            self._log.append((ended, -held))
+            self._uncounted -= 1
+            if not self._uncounted:
+                self._count_log()
+
+    def _count_log(self) -> None:
+        level = self._before_log
+        for _, size in sorted(self._log, key=lambda entry: entry[0]):
+            level += size
+            self.peak = max(self.peak, level)
+        self._log.clear()

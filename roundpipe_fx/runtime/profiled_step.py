@@ -1,13 +1,13 @@
 """A profiled step: peak memory of compiled stages, measured as the step runs.
 
 A compiler orders, fuses and reuses freely, so its peak is somewhat above or below that of the graph. The second run is
-profiled, and later ones if sizes are larger: in the first run kernels may be autotuned, which takes memory that no
-later run needs.
+profiled, and later ones if sizes are larger, up to those that were planned for: in the first run kernels may be
+autotuned, which takes memory that no later run needs. While a profiler of the user runs, nothing is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.codegen import Program
 from roundpipe_fx.ir.joint_graph import tensor_values
 from roundpipe_fx.runtime.stage_compiler import Boxed
-from roundpipe_fx.torch_private import ProfiledMemory, memory_is_profiled, profile_memory
+from roundpipe_fx.torch_private import ProfiledMemory, planned_sizes, profile_memory, profiler_runs
 
 __all__ = ["ProfiledStep"]
 
@@ -32,6 +32,7 @@ class ProfiledStep:
         see: called after each program with the peak bytes of the step so far, beyond those allocated when it began.
         outside: bytes that are allocated between the two programs, and held until the end.
         updates: numbers of the forward's results that the caller copies into inputs and frees.
+        graph: the graph that the programs were emitted from.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class ProfiledStep:
         see: Callable[[int], None],
         outside: int,
         updates: Collection[int],
+        graph: fx.Graph,
     ) -> None:
         results = {node for node in forward.results if isinstance(node, fx.Node)}
         self._arriving = [place for place, node in enumerate(backward.inputs) if node not in results]
@@ -49,6 +51,8 @@ class ProfiledStep:
         self._device_type = device_type
         self._see = see
         self._outside = outside
+        self._forward_sizes = planned_sizes(forward.inputs, graph)
+        self._backward_sizes = planned_sizes(backward.inputs, graph)
         self._left: int | None = None
 
     def forward(self, run: Boxed) -> Boxed:
@@ -59,7 +63,7 @@ class ProfiledStep:
             self._left = memory.left - tensor_bytes(dropped) + self._outside
             self._see(memory.peak)
 
-        return self._profiled(run, lambda _: see)
+        return self._profiled(run, self._forward_sizes, lambda _: see)
 
     def backward(self, run: Boxed) -> Boxed:
         """Wrap the backward program so that it is profiled."""
@@ -70,18 +74,24 @@ class ProfiledStep:
             left = self._left
             return lambda memory: None if left is None else self._see(left + arriving + memory.peak)
 
-        return self._profiled(run, seer)
+        return self._profiled(run, self._backward_sizes, seer)
 
-    def _profiled(self, run: Boxed, seer: Callable[[list[Any]], Callable[[ProfiledMemory], None]]) -> Boxed:
+    def _profiled(
+        self,
+        run: Boxed,
+        planned: Mapping[int, int],
+        seer: Callable[[list[Any]], Callable[[ProfiledMemory], None]],
+    ) -> Boxed:
         runs = 0
         largest: list[int] | None = None
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             nonlocal runs, largest
             runs += 1
-            sizes = [size for size in arguments if isinstance(size, int)]
+            sizes = [arguments[place] for place in planned]
             grown = largest is None or any(size > known for size, known in zip(sizes, largest, strict=True))
-            if runs == 1 or not grown or memory_is_profiled():
+            within = all(size <= most for size, most in zip(sizes, planned.values(), strict=True))
+            if runs == 1 or not grown or not within or profiler_runs():
                 return run(arguments)
             largest = sizes if largest is None else list(map(max, sizes, largest))
             return profile_memory(lambda: run(arguments), self._device_type, seer(arguments))

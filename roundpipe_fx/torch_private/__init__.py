@@ -78,7 +78,14 @@ from roundpipe_fx.torch_private.dynamo import (
 from roundpipe_fx.torch_private.flags import dynamo_flags
 from roundpipe_fx.torch_private.forks import ForkedLock, when_forked
 from roundpipe_fx.torch_private.fully_sharded import gathered_bytes, parts_sharded_alone
-from roundpipe_fx.torch_private.memory import ProfiledMemory, memory_is_profiled, profile_memory, profiler_runs
+from roundpipe_fx.torch_private.memory import (
+    Allocation,
+    ProfiledMemory,
+    profile_memory,
+    profiler_runs,
+    record_allocations,
+    wrap_compiled_calls,
+)
 from roundpipe_fx.torch_private.modes import (
     TorchDispatchMode,
     active_dispatch_modes,
@@ -120,6 +127,7 @@ from roundpipe_fx.torch_private.sizes import (
     note_count,
     note_counts,
     number_hint,
+    planned_sizes,
     row_major,
     shape_env_of,
     size_binding,
@@ -139,6 +147,7 @@ from roundpipe_fx.torch_private.trees import (
 from roundpipe_fx.torch_private.users_exceptions import keep_users_exceptions
 
 __all__ = [
+    "Allocation",
     "AnyBatchNorm",
     "ForkedLock",
     "InputSize",
@@ -204,7 +213,6 @@ __all__ = [
     "leave_unused_gradients_out",
     "line_of_break",
     "local_part",
-    "memory_is_profiled",
     "module_forward",
     "module_path_text",
     "modules_being_compiled",
@@ -219,11 +227,13 @@ __all__ = [
     "parts_sharded_alone",
     "passed_through",
     "plain_input",
+    "planned_sizes",
     "pop_saved_tensor_hooks",
     "profile_memory",
     "profiler_runs",
     "push_saved_tensor_hooks",
     "reads_input",
+    "record_allocations",
     "registered_backwards",
     "resolved_random_branch",
     "row_major",
@@ -256,4 +266,5 @@ __all__ = [
     "without_class",
     "without_modes",
     "without_wrapper",
+    "wrap_compiled_calls",
 ]

@@ -1,16 +1,30 @@
-"""Memory: the allocator's activity while a function runs."""
+"""Memory: the allocator's activity while a function runs.
+
+The allocator tells PyTorch's profilers of each allocation, and of each one that is freed. The legacy profiler is used
+here: it records one thread, and costs some ten microseconds. As it cannot be entered twice, a function that runs inside
+another one that is being recorded is marked in the record of the outer one, and is told of its part when that ends.
+"""
 
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["ProfiledMemory", "memory_is_profiled", "profile_memory", "profiler_runs"]
+__all__ = [
+    "Allocation",
+    "ProfiledMemory",
+    "profile_memory",
+    "profiler_runs",
+    "record_allocations",
+    "wrap_compiled_calls",
+]
 
 _T = TypeVar("_T")
 
@@ -28,20 +42,73 @@ class ProfiledMemory:
     left: int
 
 
-_profiling = threading.local()
-"""The callbacks to call with the memory of the function that is being profiled in a thread, if one is."""
+@dataclass(frozen=True)
+class Allocation:
+    """Memory that was allocated, or freed.
+
+    Attributes:
+        seconds: when, by ``time.perf_counter``.
+        cpu: bytes on the CPU, negative if they were freed.
+        cuda: the same on a CUDA device.
+    """
+
+    seconds: float
+    cpu: int
+    cuda: int
+
+
+_See = Callable[[Sequence[Allocation]], None]
+
+
+@dataclass
+class _Recorded:
+    """What is being recorded in a thread.
+
+    Attributes:
+        inner: the functions that ran inside the recorded one, by number: called with their parts.
+        finished: the numbers of those that have returned.
+    """
+
+    inner: dict[str, _See] = field(default_factory=dict)
+    finished: set[str] = field(default_factory=set)
+
+
+class _Thread(threading.local):
+    recorded: _Recorded | None = None
+
+
+_thread = _Thread()
+_numbers = itertools.count()
+_BEGIN, _END = "roundpipe_fx begins ", "roundpipe_fx ends "
 
 
 def profile_memory(run: Callable[[], _T], device_type: str, seen: Callable[[ProfiledMemory], None]) -> _T:
     """Run a function and measure its memory, including workspaces of kernels.
 
-    It uses the profiler's record of this thread's allocations. If the function runs inside another one that is being
-    profiled, ``seen`` is called with the memory of the outer one.
+    Arguments and errors as for :func:`record_allocations`, but for these.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        seen: called with the memory.
+    """
+
+    def see(allocations: Sequence[Allocation]) -> None:
+        live = peak = 0
+        for allocation in allocations:
+            live += allocation.cpu if device_type == "cpu" else allocation.cuda
+            peak = max(peak, live)
+        seen(ProfiledMemory(peak, live))
+
+    return record_allocations(run, see)
+
+
+def record_allocations(run: Callable[[], _T], seen: _See) -> _T:
+    """Run a function and record what this thread allocates and frees meanwhile.
 
     Args:
         run: the function.
-        device_type: ``"cpu"`` or ``"cuda"``.
-        seen: called with the memory.
+        seen: called with the record, unless ``run`` raises an exception: when it has returned, or if it runs inside
+            another function that is being recorded in the same thread, when that one has.
 
     Returns:
         the result of ``run``.
@@ -52,35 +119,98 @@ def profile_memory(run: Callable[[], _T], device_type: str, seen: Callable[[Prof
     from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
     from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
-    others: list[Callable[[ProfiledMemory], None]] | None = getattr(_profiling, "others", None)
-    if others is not None:
-        others.append(seen)
-        return run()
+    if _thread.recorded is not None:
+        return _marked(run, seen, _thread.recorded)
     if profiler_runs():
         raise RuntimeError("memory cannot be measured while a profiler runs on the same thread: stop one of the two.")
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     _enable_profiler_legacy(config)
-    _profiling.others = told = [seen]
+    began = time.perf_counter()
+    _thread.recorded = recorded = _Recorded()
     try:
         result = run()
-    finally:
-        del _profiling.others
-        records = _disable_profiler_legacy()
-    live = peak = 0
-    for event in itertools.chain.from_iterable(records):
-        if event.kind() == "memory_alloc":
-            live += event.cpu_memory_usage() if device_type == "cpu" else event.cuda_memory_usage()
-            peak = max(peak, live)
-    for tell in told:
-        tell(ProfiledMemory(peak, live))
+    except BaseException:
+        _thread.recorded = None
+        _tell(_disable_profiler_legacy(), began, recorded, lambda _: None)
+        raise
+    _thread.recorded = None
+    _tell(_disable_profiler_legacy(), began, recorded, seen)
     return result
 
 
-def memory_is_profiled() -> bool:
-    """Whether this thread's memory is being profiled, by us or by a profiler of the user."""
-    return torch._C._autograd._profiler_enabled()
+def _marked(run: Callable[[], _T], seen: _See, recorded: _Recorded) -> _T:
+    """Run a function inside a recorded one."""
+    from torch._C._profiler import _RecordFunctionFast
+
+    number = str(next(_numbers))
+    recorded.inner[number] = seen
+    with _RecordFunctionFast(_BEGIN + number):
+        pass
+    result = run()
+    with _RecordFunctionFast(_END + number):
+        pass
+    recorded.finished.add(number)
+    return result
+
+
+def _tell(records: Sequence[Sequence[Any]], began: float, recorded: _Recorded, seen: _See) -> None:
+    """Tell a recorded function and those inside it of their allocations.
+
+    Args:
+        records: the profiler's events, by thread.
+        began: when the first of them was recorded.
+        recorded: the functions inside.
+        seen: of the outer function.
+    """
+    events = [*itertools.chain.from_iterable(records)]
+    allocations: list[Allocation] = []
+    begun: dict[str, int] = {}
+    parts: dict[str, tuple[int, int]] = {}
+    for event in events:
+        kind = event.kind()
+        if kind == "memory_alloc":
+            seconds = began + events[0].cpu_elapsed_us(event) / 1e6
+            allocations.append(Allocation(seconds, event.cpu_memory_usage(), event.cuda_memory_usage()))
+        elif kind == "push" and recorded.inner:
+            name = event.name()
+            if name.startswith(_BEGIN):
+                begun[name.removeprefix(_BEGIN)] = len(allocations)
+            elif name.startswith(_END):
+                number = name.removeprefix(_END)
+                parts[number] = begun[number], len(allocations)
+    for number in recorded.finished:
+        first, last = parts[number]
+        recorded.inner[number](allocations[first:last])
+    seen(allocations)
 
 
 def profiler_runs() -> bool:
     """Whether a profiler of the user is active on this thread."""
-    return getattr(_profiling, "others", None) is None and memory_is_profiled()
+    return _thread.recorded is None and torch._C._autograd._profiler_enabled()
+
+
+def wrap_compiled_calls(around: Callable[[Callable[[], Any], Sequence[Any]], Any]) -> Callable[[], None] | None:
+    """Make each call of code that Inductor has compiled go through a function, in all threads.
+
+    Such code allocates without an operation that a dispatch mode sees.
+
+    Args:
+        around: called with the call and its arguments, a list that the call clears; returns what the call returns.
+
+    Returns:
+        a function that undoes it; ``None`` as long as Inductor has not been imported, so that nothing was compiled.
+    """
+    emitted: Any = sys.modules.get("torch._inductor.output_code")
+    if emitted is None or not hasattr(emitted, "CompiledFxGraph"):  # or is being imported
+        return None
+    kind = emitted.CompiledFxGraph
+    call = kind.__call__
+
+    def call_wrapped(self: Any, inputs: Sequence[Any]) -> Any:
+        return around(lambda: call(self, inputs), inputs)
+
+    def undo() -> None:
+        kind.__call__ = call
+
+    kind.__call__ = call_wrapped
+    return undo

@@ -28,6 +28,7 @@ __all__ = [
     "note_count",
     "note_counts",
     "number_hint",
+    "planned_sizes",
     "row_major",
     "shape_env_of",
     "size_binding",
@@ -87,6 +88,29 @@ def size_hint(size: Any) -> int:
     if isinstance(size, int):
         return size
     return _number(size.node.shape_env, size.node.expr)
+
+
+def planned_sizes(nodes: Sequence[Any], graph: fx.Graph) -> dict[int, int]:
+    """The integers among a program's inputs that sizes of tensors depend on, with the numbers that were planned with.
+
+    Other integers, as a counter by which something is scaled, change no memory.
+
+    Args:
+        nodes: the inputs.
+        graph: the graph that the program was emitted from.
+
+    Returns:
+        the numbers, by position of the input.
+    """
+    tensors = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    symbolic = [size for value in tensors for size in value.shape if isinstance(size, torch.SymInt)]
+    of_sizes = {symbol for size in symbolic for symbol in size.node.expr.free_symbols}
+    inputs = {place: node.meta.get("val") for place, node in enumerate(nodes)}
+    return {
+        place: size_hint(value)
+        for place, value in inputs.items()
+        if isinstance(value, torch.SymInt) and not of_sizes.isdisjoint(value.node.expr.free_symbols)
+    }
 
 
 def row_major(value: torch.Tensor) -> bool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -8,7 +9,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import roundpipe_fx
-from roundpipe_fx.torch_private import active_dispatch_modes, dispatch_modes
+from roundpipe_fx.report.peak_memory import _CompiledCall, _LiveStorages
+from roundpipe_fx.torch_private import (
+    Allocation,
+    ProfiledMemory,
+    active_dispatch_modes,
+    dispatch_modes,
+    profile_memory,
+)
 from tests.golden_models import TiedTransformer
 
 
@@ -243,3 +251,54 @@ def test_a_resized_storage_counts_once_where_workers_enter_the_mode_too() -> Non
         before.untyped_storage().resize_(1024)
         assert peak.current == 1024
     assert peak.bytes == 1024
+
+
+def test_what_inductor_allocates_is_seen() -> None:
+    @torch.compile
+    def normalized(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ w, -1).sum(-1)
+
+    x, w = torch.randn(200, 30), torch.randn(30, 500)
+    normalized(x, w)
+    seen: list[ProfiledMemory] = []
+    with roundpipe_fx.measure_peak("cpu") as outer:
+        kept = x * 2
+        with roundpipe_fx.measure_peak("cpu") as inner:
+            result = normalized(x, w)
+            assert inner.current == 800
+            del result
+    product = 200 * 500 * 4
+    assert product <= inner.bytes <= 1.1 * product
+    assert outer.bytes == inner.bytes + 4 * kept.numel() and outer.current == 4 * kept.numel()
+    with roundpipe_fx.measure_peak("cpu") as peak:
+        profile_memory(lambda: normalized(x, w), "cpu", seen.append)
+    assert peak.bytes == seen[-1].peak == inner.bytes
+
+
+def test_calls_of_compiled_code_in_several_threads_count_together() -> None:
+    storages = _LiveStorages()
+    calls = [_CompiledCall([storages]) for _ in range(2)]
+    for _ in calls:
+        storages._open_log()
+    begun = time.perf_counter()
+    calls[0].see([Allocation(begun + 1e-7, 100, 0), Allocation(begun + 4e-7, -100, 0)])
+    calls[1].see([Allocation(begun + 2e-7, 70, 0), Allocation(begun + 3e-7, -70, 0), Allocation(begun, -9, 0)])
+    for call in calls:
+        call.end()
+    assert storages.peak == 170 and storages.live == 0
+
+
+def test_a_measurement_inside_a_recorded_function_gets_its_own_part() -> None:
+    inner: list[ProfiledMemory] = []
+    outer: list[ProfiledMemory] = []
+
+    def run() -> None:
+        kept = torch.empty(1000)
+        profile_memory(lambda: torch.empty(100).neg(), "cpu", inner.append)
+        with pytest.raises(KeyError):
+            profile_memory(lambda: {}[0], "cpu", inner.append)
+        assert kept.shape == (1000,)
+
+    profile_memory(run, "cpu", outer.append)
+    assert inner == [ProfiledMemory(peak=800, left=400)]
+    assert outer == [ProfiledMemory(peak=4800, left=0)]

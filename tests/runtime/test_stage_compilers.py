@@ -107,6 +107,38 @@ def test_what_compiled_stages_hold_beyond_their_plan_is_planned_for() -> None:
     assert budget - _BESIDE < seen[-1].peak <= compiled.plan.peak_bytes <= budget
 
 
+def _wasted() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(3))), (
+        torch.randn(64, 32)
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_the_bytes_of_a_share_are_those_that_compiled_stages_hold(share: float) -> None:
+    model, x = _wasted()
+    compiled = roundpipe_fx.compile(model, memory_budget=share, stage_compiler=wasteful)
+    for step in range(5):
+        model.zero_grad()
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            compiled(x).square().mean().backward()
+        assert step < 2 or peak.bytes <= compiled.plan.budget
+    first, last = compiled.plans  # it settles
+    assert last.assumed["workspace of compiled stages"] >= last.budget - first.budget > 0
+    assert last.recompute_seconds == first.recompute_seconds > 0
+
+
+def test_torch_compile_tells_once_that_compiled_stages_exceed_a_budget() -> None:
+    model, x = _wasted()
+    options = {"memory_budget": 0.3, "stage_compiler": wasteful}
+    step = torch.compile(lambda x: model(x).square().mean(), backend="roundpipe_fx", options=options)
+    with pytest.warns(
+        roundpipe_fx.StepBudgetWarning, match=r"memory_budget of its plan .* compiled stages hold"
+    ) as told:
+        for _ in range(4):
+            step(x).backward()
+    assert len(told) == 1
+
+
 @pytest.mark.long
 def test_profiled_steps_may_have_buffers_and_a_loss_outside() -> None:
     layers = [nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16)]
