@@ -183,7 +183,7 @@ def _check_step(program: Program, references: References, way: Mapping[str, Any]
         try:
             _check_batch(compiled, net, place, references, way, result)
         except roundpipe_fx.InfeasibleBudgetError:
-            if place == 2 or (place and references.use.startswith("twice")):
+            if place == 2 or (place and "between" in way and references.use.startswith("twice")):
                 return  # another batch, or both backwards, may need more than these bytes
             raise
     if compiled.plans and compiled.plan.budget is not None and not way.get("third"):
@@ -289,7 +289,9 @@ def _check_peak(
 def _check_budget(
     plan: Any, peak: int, way: Mapping[str, Any], result: Result, step: str, same: bool, devices: int = 1
 ) -> None:
-    if plan.budget is None or (not same and not plan.sizes and (not _is_static(plan) or way.get("dynamic"))):
+    if plan is None or plan.budget is None:
+        return
+    if not same and not plan.sizes and (not _is_static(plan) or way.get("dynamic")):
         return  # a share of other sizes
     budget = plan.budget * devices
     over = peak - budget

@@ -42,8 +42,16 @@ class Compiled:
 
     @property
     def plan(self) -> Any:
-        """The latest plan for training."""
-        return [plan for plan in self.plans if plan.training][-1]
+        """The latest plan for training; ``None`` for a program without parameters, by which PyTorch's doors find it.
+
+        Raises:
+            AssertionError: there is none otherwise.
+        """
+        if self.replans:
+            return self.run.plan  # type: ignore[attr-defined]
+        trained = [plan for plan in self.plans if plan.training]
+        assert trained or not any(True for _ in self.module.parameters()), "the compiled model has no plan"
+        return trained[-1] if trained else None
 
     @property
     def is_stale(self) -> bool:
