@@ -3,37 +3,55 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
+from benchmarks.fuzz import check
 from benchmarks.fuzz.__main__ import case_of
-from benchmarks.fuzz.case import Case, Element
+from benchmarks.fuzz.batches import BATCHES, Structured, parts_of, structured
+from benchmarks.fuzz.case import FEATURES, Case, Element
 from benchmarks.fuzz.check import Failure, check_case
+from benchmarks.fuzz.doors import DOORS
+from benchmarks.fuzz.forks import in_child
 from benchmarks.fuzz.meter import AllocatorPeak, StoragePeak
 from benchmarks.fuzz.operations import BODIES, KINDS
 from benchmarks.fuzz.program import write_program
 from benchmarks.fuzz.reduce import reduced, script
+from benchmarks.fuzz.steps import losses_of
 from roundpipe_fx.analysis import snapshots
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes import pipeline
 from tests.long import long_but
 
+_HOLDS = frozenset({"doors"})
+"""Of :data:`FEATURES`, those with which the cases here are drawn."""
+_FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX only")
 
-def _case(*kinds: str, way: dict[str, object] | None = None, dtype: str = "float64") -> Case:
+
+def _case(
+    *kinds: str,
+    way: dict[str, object] | None = None,
+    dtype: str = "float64",
+    returns: str = "loss",
+    use: str = "all",
+) -> Case:
     """A case of these kinds, one way."""
     elements = tuple(
         Element(i, kind, 1000 + i, (Element(100 * (i + 1), "tanh", 7),) if kind in BODIES else ())
         for i, kind in enumerate(kinds)
     )
-    return Case(0, 0, elements, dtype, (6, 4), ((3, 8),), "loss", False, (way or {"mode": "step"},))
+    return Case(0, 0, elements, dtype, (6, 4), ((3, 8),), returns, False, use, (way or {"mode": "step"},))
 
 
 @pytest.mark.parametrize("number", long_but([0, 1, 3, 4], quick={1}))
 def test_some_cases(number: int) -> None:
-    result = check_case(case_of(20, number, most=8, ways=2))
+    result = check_case(case_of(20, number, most=8, ways=2, among=_HOLDS))
     assert not result.failures, result.failures
     assert sum(result.checks.values()) > 20, result.skipped
 
@@ -51,6 +69,116 @@ def test_there_are_many_kinds_and_they_write_programs() -> None:
 def test_a_case_is_the_same_for_the_same_seed() -> None:
     assert case_of(5, 3) == case_of(5, 3) != case_of(5, 4)
     assert write_program(case_of(5, 3), KINDS).source == write_program(case_of(5, 3), KINDS).source
+
+
+def test_cases_have_the_features_that_a_run_may_leave_out() -> None:
+    drawn = [case_of(3, number) for number in range(150)]
+    ways = [way for case in drawn for way in case.ways]
+    assert {way.get("door", "compile") for way in ways} == set(DOORS)
+    assert {way["batch"] for way in ways if "batch" in way} == set(BATCHES)
+    assert {case.use.partition(",")[0] for case in drawn} == {"all", "first", "last", "twice"}
+    assert {"loss", "tensor", "tuple", "dict", "beside", "losses"} == {case.returns for case in drawn}
+    assert any(case.use.endswith("dropped") for case in drawn) and any(way["mode"] == "fork" for way in ways)
+    for number, case in enumerate(drawn[:40]):
+        plain = case_of(3, number, among=())
+        assert plain.elements == case.elements and len(plain.ways) == len(case.ways)
+        assert plain.use == "all" and plain.returns not in ("beside", "losses")
+        assert all(way.keys().isdisjoint(("door", "batch", "trained")) for way in plain.ways)
+    assert set(FEATURES) >= _HOLDS
+
+
+def test_losses_are_those_of_the_outputs_that_a_step_differentiates() -> None:
+    x = torch.arange(3.0, requires_grad=True)
+    output = {"logits": x * 2, "loss": x.sum(), "mask": x > 0, "hidden": x.tanh()}
+
+    def values(use: str) -> list[float]:
+        return [loss.item() for loss in losses_of(output, use)]
+
+    assert values("first") == [(x * 2).square().mean().item()] == values("first, dropped")
+    assert values("last") == [x.tanh().square().mean().item()]
+    assert values("twice")[0] == values("first")[0] and len(values("twice")) == 2
+    assert len(values("all")) == 1
+    assert [loss.item() for loss in losses_of(x.sum(), "twice")] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("use", long_but(["all", "first, dropped", "last", "twice"], quick={"first, dropped"}))
+def test_outputs_may_be_dropped_or_differentiated_twice(use: str) -> None:
+    case = _case("linear", "tanh", way={"mode": "step"}, returns="beside", use=use)
+    result = check_case(case)
+    assert not result.failures and result.checks["gradients"] == 2, (result.failures, result.skipped)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_batches_hold_what_the_program_reads_and_returns(kind: str, count: int) -> None:
+    class Net(nn.Module):
+        def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return sum(inputs), inputs[0] * 2  # type: ignore[return-value]
+
+    inputs = [torch.randn(4, 3) for _ in range(count)]
+    parts = parts_of(Structured(Net(), kind, count)(*structured(inputs, kind)), kind)
+    assert all(torch.equal(one, other) for one, other in zip(parts, Net()(*inputs), strict=kind != "number"))
+    assert len(parts) == (3 if kind == "number" else 2)
+
+
+def test_a_batch_of_the_first_microbatch_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a dict's tensors were the first microbatch's."""
+    way = {"mode": "pipeline", "devices": 0, "microbatches": 2, "call": "autograd", "batch": "dict"}
+    case = _case("linear", "tanh", way=way, returns="tensor")
+    result = check_case(case)
+    assert not result.failures and result.checks["outputs"] == 2, result.skipped
+    monkeypatch.setattr("roundpipe_fx.pipeline.step.merge", lambda outputs, *_: outputs[0])
+    assert "outputs" in {failure.kind for failure in check_case(case).failures}
+
+
+def test_a_refusal_has_to_name_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    way = {"mode": "pipeline", "devices": 0, "microbatches": 2, "call": "forward_backward", "batch": "object"}
+    case = _case("linear", way=way)
+    for text in ("an object as the batch: give split_input", "an object as the batch"):
+
+        def refuse(*_: object, text: str = text) -> None:
+            raise TypeError(text)
+
+        monkeypatch.setattr("roundpipe_fx.pipeline.step.split_inputs", refuse)
+        result = check_case(case)
+        assert result.checks["refused by the option's name"] == 1
+        assert len(result.failures) == ("split_input" not in text)
+
+
+@pytest.mark.parametrize("door", long_but(DOORS, quick={"in place"}))
+def test_a_budget_is_kept_behind_every_door_or_told_where_nothing_is_planned_again(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = _case("linear", "tanh", way={"mode": "step", "memory_budget": 0.0, "door": door})
+
+    def exceeded(*_: object) -> int:
+        return 10**9
+
+    monkeypatch.setattr(check, "_settled", exceeded)
+    assert [failure.kind for failure in check_case(case).failures] == ["budget"]
+
+    def told(*_: object) -> int:
+        warnings.warn("roundpipe_fx: 1000000000 bytes, and the memory_budget is 7 bytes", stacklevel=1)
+        return 10**9
+
+    monkeypatch.setattr(check, "_settled", told)
+    result = check_case(case)
+    replans = door == "compile"
+    assert len(result.failures) == replans and result.checks["budget, or told"] == (not replans)
+
+
+@_FORKS
+def test_a_forked_child_that_does_not_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_child(lambda: "7", 20) == "7"
+    assert in_child(lambda: str(1 // 0), 20).startswith("it raised ZeroDivisionError")
+    assert in_child(lambda: os._exit(3), 20) == "it died"  # type: ignore[arg-type, func-returns-value]
+    assert in_child(lambda: str(time.sleep(100)), 0.2) == "it hangs"
+
+    case = _case("linear", "dropout", way={"mode": "fork", "trained": True})
+    result = check_case(case)
+    assert not result.failures and result.checks["forked child"] == 1
+    monkeypatch.setattr(check, "in_child", lambda task, seconds: "it hangs")
+    assert [failure.kind for failure in check_case(case).failures] == ["forked child"]
 
 
 def test_a_gradient_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +263,16 @@ def test_the_meters_count_what_lives_at_once() -> None:
             before = before.clone()  # the old one is none of what was allocated inside
         assert meter.peak in (3000, 5000)
         assert meter.peak == 5000
+
+
+@pytest.mark.long
+def test_the_allocators_meter_sees_what_inductor_allocates() -> None:
+    compiled = torch.compile(lambda x, w: torch.softmax(x @ w, -1).sum(-1))
+    x, w = torch.randn(200, 30), torch.randn(30, 500)
+    compiled(x, w)
+    with AllocatorPeak() as allocated:
+        compiled(x, w)
+    assert allocated.peak >= 4 * 200 * 500
 
 
 def test_the_allocators_meter_sees_what_kernels_use_inside() -> None:

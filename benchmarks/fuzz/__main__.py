@@ -7,10 +7,10 @@ import dataclasses
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from benchmarks.fuzz.case import Case, draw_case
+from benchmarks.fuzz.case import FEATURES, Case, draw_case
 from benchmarks.fuzz.check import Failure, Result, check_case
 from benchmarks.fuzz.operations import BODIES, KINDS, WEIGHTS
 from benchmarks.fuzz.options import describe, draw_ways
@@ -21,10 +21,10 @@ _PATIENCE = 120.0
 """Seconds of a processor for one way of one case."""
 
 
-def case_of(seed: int, number: int, most: int = 60, ways: int = 3) -> Case:
-    """A case of a run, with its ways."""
-    case = draw_case(seed, number, WEIGHTS, BODIES, most)
-    return dataclasses.replace(case, ways=draw_ways(seed, number, ways))
+def case_of(seed: int, number: int, most: int = 60, ways: int = 3, among: Collection[str] = FEATURES) -> Case:
+    """A case of a run, with its ways; ``among``: those of :data:`FEATURES` that it may have."""
+    case = draw_case(seed, number, WEIGHTS, BODIES, most, among)
+    return dataclasses.replace(case, ways=draw_ways(seed, number, ways, among))
 
 
 def main() -> int:
@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="begin no case after so many minutes")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--most", type=int, default=60, help="operations in a program, at most")
+    parser.add_argument("--without", nargs="*", default=[], choices=FEATURES, help="what no case may have")
     parser.add_argument("--reduce", type=float, default=120.0, help="seconds to make a failing case smaller; 0: never")
     parser.add_argument("--out", type=Path, help="a folder for what fails, as programs")
     parser.add_argument("--show", action="store_true", help="print the programs")
@@ -48,7 +49,7 @@ def main() -> int:
         for number in numbers:
             if given.minutes is not None and time.monotonic() - begin > 60 * given.minutes:
                 return
-            yield case_of(given.seed, number, given.most)
+            yield case_of(given.seed, number, given.most, among=set(FEATURES) - set(given.without))
 
     checks: Counter[str] = Counter()
     kinds: Counter[str] = Counter()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Case", "Element", "draw_case"]
+__all__ = ["FEATURES", "Case", "Element", "draw_case"]
 
 _MOST_ELEMENTS = 60
+
+FEATURES = ("doors", "outputs", "two backwards", "batches", "forks")
+"""Parts of a run that can be left out: other front doors than ``compile``; losses beside outputs, which are held
+or dropped; two backwards of one call; batches that are no tensors, in pipelines; forked children."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,12 @@ class Case:
         dtype: of parameters and inputs, ``"float64"`` or ``"float32"``.
         batch: rows of a batch, and those of another one.
         inputs: of each input its shape without the batch.
-        returns: what the module returns: ``"loss"``, ``"tensor"``, ``"tuple"`` or ``"dict"``.
+        returns: what the module returns: ``"loss"``, ``"tensor"``, ``"tuple"`` or ``"dict"``; ``"beside"``: a tuple of
+            a loss and others; ``"losses"``: of two losses.
         differentiable_inputs: whether inputs get gradients.
+        use: which outputs a step differentiates: ``"all"``, by one loss; the ``"first"`` or the ``"last"`` alone;
+            ``"twice"``: the first, retaining the graph, then the others. With ``", dropped"`` the step lets go of all
+            but its losses before the backward, else it holds them to its end.
         ways: options, as :mod:`benchmarks.fuzz.options` draws them.
     """
 
@@ -53,10 +62,18 @@ class Case:
     inputs: tuple[tuple[int, ...], ...]
     returns: str
     differentiable_inputs: bool
+    use: str = "all"
     ways: tuple[Mapping[str, Any], ...] = field(default=())
 
 
-def draw_case(seed: int, number: int, kinds: Mapping[str, float], bodies: Sequence[str], most: int = 60) -> Case:
+def draw_case(
+    seed: int,
+    number: int,
+    kinds: Mapping[str, float],
+    bodies: Sequence[str],
+    most: int = 60,
+    among: Collection[str] = FEATURES,
+) -> Case:
     """The case of this number; without its ways.
 
     Args:
@@ -65,6 +82,7 @@ def draw_case(seed: int, number: int, kinds: Mapping[str, float], bodies: Sequen
         kinds: the pool's names, with how often they are drawn.
         bodies: those of them that have a body.
         most: elements at most.
+        among: those of :data:`FEATURES` that it may have.
     """
     rng = random.Random(f"{seed} {number}")
     # Small graphs are quicker and fail as often by operation; some are large, for what only size shows.
@@ -84,7 +102,7 @@ def draw_case(seed: int, number: int, kinds: Mapping[str, float], bodies: Sequen
 
     elements = tuple(element(place, 0) for place in range(count))
     inputs = tuple(_shape(rng) for _ in range(rng.choice([1, 1, 2, 2, 3])))
-    return Case(
+    case = Case(
         seed,
         number,
         elements,
@@ -94,6 +112,28 @@ def draw_case(seed: int, number: int, kinds: Mapping[str, float], bodies: Sequen
         rng.choice(["loss", "loss", "tensor", "tuple", "dict"]),
         rng.random() < 0.5,
     )
+    # Drawn apart, so that what a run leaves out changes nothing else.
+    own = random.Random(f"{seed} {number} outputs")
+    returns = own.choice(["beside", "beside", "losses"]) if own.random() < 0.4 else case.returns
+    use = _use(own, returns)
+    if "outputs" not in among:
+        returns, use = case.returns, "twice" if use.startswith("twice") else "all"
+    if "two backwards" not in among and use.startswith("twice"):
+        use = "all"
+    return dataclasses.replace(case, returns=returns, use=use)
+
+
+def _use(rng: random.Random, returns: str) -> str:
+    which = {
+        "loss": ["all"] * 4 + ["twice"],
+        "tensor": ["all"] * 4 + ["twice"],
+        "tuple": ["all", "all", "all", "first", "last", "twice"],
+        "dict": ["all", "all", "all", "first", "last", "twice"],
+        "beside": ["first"] * 5 + ["all", "last", "twice"],
+        "losses": ["twice", "twice", "first", "last", "all"],
+    }
+    use = rng.choice(which[returns])
+    return f"{use}, dropped" if rng.random() < (0 if returns == "loss" else 0.4) else use
 
 
 def _shape(rng: random.Random) -> tuple[int, ...]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 
+from benchmarks.fuzz.batches import BATCHES
+from benchmarks.fuzz.case import FEATURES
+from benchmarks.fuzz.doors import DOORS
 from benchmarks.fuzz.tiles import tiled_passes
 
 __all__ = ["compile_options", "describe", "draw_ways", "simpler"]
@@ -15,11 +18,13 @@ __all__ = ["compile_options", "describe", "draw_ways", "simpler"]
 _SHARES = [0.0, 0.0, 0.1, 0.3, 0.6, 1.0]
 
 
-def draw_ways(seed: int, number: int, count: int = 3) -> tuple[dict[str, Any], ...]:
-    """The ways of a case.
+def draw_ways(seed: int, number: int, count: int = 3, among: Collection[str] = FEATURES) -> tuple[dict[str, Any], ...]:
+    """The ways of a case; ``among``: those of :data:`FEATURES` that they may have.
 
     A way is plain data. ``mode``: ``"step"``: loss and backward by the user; ``"pipeline"``: microbatches;
-    ``"shares"``: peaks of several shares beside each other; ``"minimum"``: the least budget that is stated is tried.
+    ``"shares"``: peaks of several shares beside each other; ``"minimum"``: the least budget that is stated is tried;
+    ``"fork"``: a forked child calls the model, after a step where it is ``trained``. ``door``: one of
+    :data:`benchmarks.fuzz.doors.DOORS`; ``batch``: one of :data:`benchmarks.fuzz.batches.BATCHES`.
     ``tiles``: into how many everything is divided that can be; ``tiling``: the option, with a budget ``between`` the
     least with and without tiles, or a share.
     """
@@ -42,7 +47,28 @@ def draw_ways(seed: int, number: int, count: int = 3) -> tuple[dict[str, Any], .
         ways[-1] = _tiled(rng)
     if rng.random() < 0.65:  # another batch takes long: few programs, but then in most ways
         ways = [{name: value for name, value in way.items() if name not in ("third", "dynamic")} for way in ways]
-    return tuple(ways)
+    own = random.Random(f"{seed} {number} doors")  # apart, so that what a run leaves out changes nothing else
+    return tuple(_with_features(way, own, among) for way in ways)
+
+
+def _with_features(way: dict[str, Any], rng: random.Random, among: Collection[str]) -> dict[str, Any]:
+    drawn = {
+        "doors": (rng.random() < 0.45, rng.choice(DOORS[1:])),
+        "batches": (rng.random() < 0.4, rng.choice(BATCHES)),
+        "forks": (rng.random() < 0.08, rng.random() < 0.5),
+    }
+    chosen = {name: value for name, (is_drawn, value) in drawn.items() if is_drawn and name in among}
+    if way["mode"] in ("step", "shares", "minimum") and "doors" in chosen:
+        way = {**way, "door": chosen["doors"]}
+    if way["mode"] == "pipeline" and "batches" in chosen:
+        way = {**way, "batch": chosen["batches"]}
+        if way["batch"] == "number":
+            way["call"] = "autograd"
+    if way["mode"] in ("step", "pipeline") and "forks" in chosen:
+        left_out = ("between", "third", "dynamic", "batch", "call")
+        way = {name: value for name, value in way.items() if name not in left_out}
+        way = {**way, "mode": "fork", "trained": chosen["forks"]}
+    return way
 
 
 def _stages(rng: random.Random) -> Any:
@@ -121,7 +147,7 @@ def compile_options(way: Mapping[str, Any], net: nn.Module) -> dict[str, Any]:
             stages = 2
     if way.get("schedule") != "roundpipe":
         options["stages"] = stages
-    if way["mode"] == "pipeline":
+    if "microbatches" in way:
         options["num_microbatches"] = way["microbatches"]
         if way["devices"]:
             options["devices"] = ["cpu"] * way["devices"]
@@ -143,6 +169,9 @@ def simpler(way: Mapping[str, Any]) -> list[dict[str, Any]]:
         "schedule": None,
         "devices": 0,
         "call": "autograd",
+        "door": None,
+        "batch": None,
+        "trained": False,
     }
     for name, value in plain.items():
         if name in way and way[name] != value:

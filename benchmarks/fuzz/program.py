@@ -413,6 +413,15 @@ def _finish(program: Program) -> None:
     if returns == "loss":
         program.result = " + ".join(share(v) for v in floats)
         return
+    if returns in ("beside", "losses"):
+        halves = [floats] if returns == "beside" else [floats[::2], floats[1::2] or floats[:1]]
+        inner = [v for v in program.values if v.batched and v.number[0] >= 0 and v.dtype is program.dtype]
+        others = [v for v in floats if v.batched] or inner
+        others += rng.sample(inner, min(len(inner), 1))  # as hidden states are
+        names = [" + ".join(share(v) for v in half) for half in halves]
+        names += [str(v) for v in others[: rng.choice([1, 2, 4])]] if returns == "beside" or rng.random() < 0.4 else []
+        program.result = "(" + ", ".join(names) + ",)"
+        return
     tensors = [v for v in floats if v.batched]
     numbers = [share(v) for v in floats if not v.batched]
     if returns == "tensor" or (tensors and rng.random() < 0.7):
@@ -423,15 +432,12 @@ def _finish(program: Program) -> None:
             program.notes.add("outputs without a batch")
     else:
         first = [*map(str, tensors), *numbers]
-        program.notes.add("a loss beside outputs")
     if returns == "tensor":
         program.result = " + ".join([first[0], *(share(v) for v in tensors[1:])])
         return
     extra = []
     if rng.random() < 0.3:
         extra.append("x0")
-        if program.case.differentiable_inputs:
-            program.notes.add("a loss beside outputs")  # its gradient is made outside, too
     if rng.random() < 0.2:
         extra.append("None")
     others = [v for v in ends if v not in floats][:3]

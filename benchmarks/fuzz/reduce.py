@@ -60,6 +60,10 @@ def _smaller(case: Case) -> Iterator[Case]:
         yield dataclasses.replace(case, inputs=case.inputs[:1])
     if case.returns != "loss":
         yield dataclasses.replace(case, returns="loss")
+    if case.use != "all":
+        yield dataclasses.replace(case, use="all")
+    if case.use.endswith(", dropped"):
+        yield dataclasses.replace(case, use=case.use.removesuffix(", dropped"))
     if case.differentiable_inputs:
         yield dataclasses.replace(case, differentiable_inputs=False)
     if case.dtype != "float32":
@@ -83,6 +87,7 @@ def script(case: Case, failure: Failure) -> str:
     way = failure.way
     net = module_of(program)()
     options = compile_options(way, net)
+    kind, door = way.get("batch"), way.get("door", "compile")
     steps = "\n".join(
         f"    ([torch.randn({rows}, *shape, generator=torch.Generator().manual_seed({seed}), dtype=torch.float64)"
         f".to(torch.{case.dtype}) for shape in {list(case.inputs)!r}], {seed}),"
@@ -94,6 +99,9 @@ def script(case: Case, failure: Failure) -> str:
         f"# found by: python -m benchmarks.fuzz --seed {case.seed} --case {case.number}",
         "# ruff: noqa",
         "",
+        *(["from benchmarks.fuzz.batches import Structured, parts_of, structured"] if kind else []),
+        "from benchmarks.fuzz.doors import compile_by",
+        "",
         program.source,
         "",
         _LOSS,
@@ -104,12 +112,13 @@ def script(case: Case, failure: Failure) -> str:
         "def train(compiled):",
         f"    torch.manual_seed({case.number})",
         f"    net = Net().to(torch.{case.dtype})",
-        "    run = compiled(net)",
+        f"    whole = {f'Structured(net, {kind!r}, {len(case.inputs)})' if kind else 'net'}",
+        "    run = compiled(whole)",
         "    for inputs, seed in STEPS:",
         f"        inputs = [x.clone().requires_grad_({case.differentiable_inputs}) for x in inputs]",
         "        net.zero_grad()",
         "        torch.manual_seed(seed)",
-        *_call(way),
+        *_call(way, case.use),
         "        gradients = [p.grad for p in (*net.parameters(), *inputs)]",
         "        yield run, loss.detach(), gradients, [b.clone() for b in net.buffers()]",
         "",
@@ -119,27 +128,69 @@ def script(case: Case, failure: Failure) -> str:
         f"options = {options!r}",
         *([_BETWEEN] if "between" in way else []),
         'if __name__ == "__main__":',
-        "    compare(train(lambda net: net), train(lambda net: roundpipe_fx.compile(net, **options)))",
+        f"    compare(train(lambda net: net), train(lambda net: compile_by({door!r}, net, **options).run))",
         "",
     ]
     return "\n".join(lines)
 
 
-def _call(way: Any) -> list[str]:
-    if way["mode"] == "pipeline" and way["call"] == "forward_backward":
+def _call(way: Any, use: str) -> list[str]:
+    kind = way.get("batch")
+    if way.get("call") == "forward_backward":
+        piece, whole = "net(*piece)", "*inputs, loss_fn=loss_of"
+        if kind:
+            whole = f"*structured(inputs, {kind!r}), loss_fn=lambda output: loss_of(parts_of(output, {kind!r}))"
         return [
-            "        if run is net:  # one microbatch after the other",
+            "        if run is whole:  # one microbatch after the other",
             f"            pieces = zip(*(x.tensor_split({way['microbatches']}) for x in inputs))",
-            "            loss = sum(backward(net(*piece), len(piece[0]) / len(inputs[0])) for piece in pieces)",
+            f"            loss = sum(backward({piece}, len(piece[0]) / len(inputs[0])) for piece in pieces)",
             "        else:",
-            "            loss = run.forward_backward(*inputs, loss_fn=loss_of)",
+            f"            loss = run.forward_backward({whole})",
         ]
-    return ["        loss = loss_of(run(*inputs))", "        loss.backward()"]
+    output = f"parts_of(run(*structured(inputs, {kind!r})), {kind!r})" if kind else "run(*inputs)"
+    if way["mode"] == "fork":
+        return [
+            "        import os",
+            "",
+            "        with torch.no_grad():",
+            f"            output = {output}",
+            "        child = os.fork()",
+            "        if not child:",
+            "            with torch.no_grad():",
+            f"                output = {output}",
+            "            os._exit(0)",
+            "        os.waitpid(child, 0)  # waits for ever where the child does",
+            "        loss = torch.zeros(())",
+        ]
+    which = use.partition(",")[0]
+    parts = "[part for part in leaves(output) if part.requires_grad]"
+    losses = {
+        "first": [f"        loss = loss_of({parts}[:1])"],
+        "last": [f"        loss = loss_of({parts}[-1:])"],
+        "twice": [
+            f"        parts = {parts}",
+            "        loss, other = loss_of(parts[:1]), loss_of(parts[1:] or parts)",
+            "        del parts",
+        ],
+    }.get(which, ["        loss = loss_of(output)"])
+    return [
+        f"        output = {output}",
+        *losses,
+        *(["        del output"] if use.endswith("dropped") else []),
+        *(["        loss.backward(retain_graph=True)", "        other.backward()"] if which == "twice" else []),
+        *(["        loss.backward()"] if which != "twice" else []),
+    ]
 
 
 _BETWEEN = "# a budget in bytes between the stated minimum and what nothing recomputed needs: set memory_budget to it"
 
 _LOSS = '''
+def leaves(output):
+    from torch.utils._pytree import tree_leaves
+
+    return [part for part in tree_leaves(output) if isinstance(part, torch.Tensor)]
+
+
 def loss_of(output):
     """A number for whatever is returned."""
     from torch.utils._pytree import tree_leaves
@@ -172,6 +223,7 @@ def compare(eager, ours):
                 elif not torch.equal(a, b):
                     worst, top = (a.double() - b.double()).abs().max(), a.double().abs().max()
                     print(f"  {name} {i} differs by {worst:.1e} of {top:.1e}")
-        if hasattr(found[0], "plan") and found[0].plan.budget is not None:
-            print("  budget", found[0].plan.budget, "planned", found[0].plan.peak_bytes)
+        for plan in roundpipe_fx.plans(found[0])[-1:]:
+            if plan.budget is not None:
+                print("  budget", plan.budget, "planned", plan.peak_bytes)
 """

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 import roundpipe_fx
 
-__all__ = ["Left", "differences", "eager_microbatches", "left_by", "loss_of", "take_step"]
+__all__ = ["Left", "differences", "eager_microbatches", "left_by", "loss_of", "losses_of", "run_step", "take_step"]
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Left:
         buffers: by name; ``input i``: what the caller's tensor is afterwards.
         state: of the generator.
         asked: host syncs, in the forward and in the backward; ``None`` where they were not counted.
+        is_planned_for: whether plans count all that the step computed outside of the program.
     """
 
     outputs: list[torch.Tensor] = field(default_factory=list)
@@ -40,6 +42,7 @@ class Left:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     state: torch.Tensor | None = None
     asked: tuple[dict[str, int], dict[str, int]] | None = None
+    is_planned_for: bool = True
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -59,6 +62,50 @@ def _is_differentiable(part: Any) -> bool:
     return isinstance(part, torch.Tensor) and part.requires_grad
 
 
+def losses_of(output: Any, use: str = "all") -> list[torch.Tensor]:
+    """The losses that a step differentiates, in order.
+
+    Args:
+        output: of the program.
+        use: of it; see :class:`benchmarks.fuzz.case.Case`.
+    """
+    return [loss_of(parts) for parts in _read_parts(output, use)]
+
+
+def _read_parts(output: Any, use: str) -> list[list[Any]]:
+    """The parts of an output that each loss is computed from."""
+    which = use.partition(",")[0]
+    leaves = tree_leaves(output)
+    parts = [part for part in leaves if _is_differentiable(part)]
+    if which == "first":
+        return [parts[:1]]
+    if which == "last":
+        return [parts[-1:]]
+    if which == "twice":
+        return [parts[:1], parts[1:] or parts]
+    return [leaves]
+
+
+def _is_planned_for(output: Any, use: str) -> bool:
+    """Whether plans count what the losses take that a step computes outside of the program.
+
+    A number that a program returns is taken to be its loss, and then nothing else to be read by a loss outside. Plans
+    do not know of gradients of inputs that a loss outside reads itself.
+    """
+    numbers = [part for part in tree_leaves(output) if _is_number(part)]
+    for parts in _read_parts(output, use):
+        read = [part for part in parts if _is_differentiable(part)]
+        if len(read) == 1 and _is_number(read[0]):
+            continue
+        if numbers or any(part.is_leaf for part in read):
+            return False
+    return True
+
+
+def _is_number(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and not part.dim() and part.is_floating_point()
+
+
 def take_step(
     run: Callable[..., Any],
     net: nn.Module,
@@ -66,21 +113,57 @@ def take_step(
     seed: int,
     count: bool = False,
     meter: AbstractContextManager[Any] | None = None,
+    use: str = "all",
 ) -> Left:
-    """Forward, loss, backward; ``count``: count host syncs; ``meter``: entered meanwhile."""
+    """Forward, loss, backward.
+
+    Args:
+        run: the compiled program.
+        net: the program itself.
+        inputs: a batch.
+        seed: of the generator.
+        count: whether to count host syncs.
+        meter: entered meanwhile.
+        use: of the outputs; see :class:`benchmarks.fuzz.case.Case`.
+    """
     net.zero_grad()
     torch.manual_seed(seed)
     first, second = roundpipe_fx.count_host_syncs(), roundpipe_fx.count_host_syncs()
     with meter or contextlib.nullcontext():
         with first if count else contextlib.nullcontext():
             output = run(*inputs)
-        loss = loss_of(output)
+        losses = losses_of(output, use)
+        is_planned_for = _is_planned_for(output, use)
+        if use.endswith("dropped"):
+            output = _copied(output)
         with second if count else contextlib.nullcontext():
-            loss.backward()
-    left = left_by(net, inputs, output, loss)
+            for place, loss in enumerate(losses, 1):
+                loss.backward(retain_graph=place < len(losses))
+    left = left_by(net, inputs, output, _total(losses))
+    left.is_planned_for = is_planned_for
     if count:
         left.asked = dict(first.by_operator), dict(second.by_operator)
     return left
+
+
+def run_step(run: Callable[..., Any], inputs: Sequence[torch.Tensor], use: str) -> None:
+    """Forward, loss, backward, and nothing else that would allocate memory; arguments of :func:`take_step`."""
+    output = run(*inputs)
+    losses = losses_of(output, use)
+    if use.endswith("dropped"):
+        del output
+    for place, loss in enumerate(losses, 1):
+        loss.backward(retain_graph=place < len(losses))
+
+
+def _copied(output: Any) -> Any:
+    """An output to compare, unseen by meters, so that the step's own may be freed."""
+    with _disable_current_modes():
+        return tree_map(lambda part: part.detach().clone() if isinstance(part, torch.Tensor) else part, output)
+
+
+def _total(losses: list[torch.Tensor]) -> torch.Tensor:
+    return losses[0] if len(losses) == 1 else torch.stack([loss.detach() for loss in losses]).sum()
 
 
 def left_by(net: nn.Module, inputs: Sequence[torch.Tensor], output: Any, loss: torch.Tensor) -> Left:
@@ -97,7 +180,7 @@ def left_by(net: nn.Module, inputs: Sequence[torch.Tensor], output: Any, loss: t
 
 
 def eager_microbatches(
-    net: nn.Module, inputs: Sequence[torch.Tensor], seed: int, count: int, call: str, host_syncs: bool = False
+    net: nn.Module, inputs: Sequence[torch.Tensor], seed: int, count: int, call: str, use: str = "all"
 ) -> Left:
     """What a pipelined step is to leave behind: one microbatch after the other, each drawing from its own stream.
 
@@ -111,6 +194,7 @@ def eager_microbatches(
     digest = hashlib.sha256(first.numpy().tobytes()).digest()
     weights = [len(piece[0]) / len(inputs[0]) for piece in pieces]
     outputs, total, after = [], torch.zeros(()), first
+    is_planned_for = True
     asked = roundpipe_fx.count_host_syncs()
     asked_later = roundpipe_fx.count_host_syncs()
     for number, piece in enumerate(pieces):
@@ -130,13 +214,16 @@ def eager_microbatches(
     merged: Any = None
     if call == "autograd":
         merged = _merged(outputs, weights)
-        loss = loss_of(merged)
+        losses = losses_of(merged, use)
+        is_planned_for = _is_planned_for(merged, use)
         with asked_later:
-            loss.backward()
-        total = loss.detach()
+            for place, loss in enumerate(losses, 1):
+                loss.backward(retain_graph=place < len(losses))
+        total = _total(losses).detach()
     torch.set_rng_state(after)
     left = left_by(net, inputs, merged, total)
     left.asked = dict(asked.by_operator), dict(asked_later.by_operator)
+    left.is_planned_for = is_planned_for
     return left
 
 
