@@ -158,6 +158,8 @@ class _Memory:
         self._outputs = self._of_batches(lambda variant: sum(held.bytes for held in variant.held if held.lasts))
         self._outputs_made = [0] * len(codes)
         """By device, bytes of the outputs that it computes itself. The caller's gets the others too."""
+        self._parts_kept = [0] * len(codes)
+        """By device, bytes of parts of outputs that a backward reads, beside the outputs that were put together."""
         self._of_inputs = [_by_owner(variant.input_gradient_bytes) for variant in self.variants]
         """By variant, bytes of the gradients of inputs."""
 
@@ -201,6 +203,7 @@ class _Memory:
         """A value that a device makes at some positions, for some microbatches, and others read."""
         until = self.places.last(device, readers, batches)
         if held.lasts:
+            self._enter_parts(held, device, until)
             until = np.full(len(at), len(self._codes[device]))
             self._outputs_made[device] += held.bytes * len(at)
         here = until >= 0
@@ -212,6 +215,15 @@ class _Memory:
             # It may arrive any time after it was sent, but it is there when it is read.
             arrives = np.minimum(arrival(device, at[there], other), until[there])
             self._enter(other, arrives, until[there] + 1, held.bytes)
+
+    def _enter_parts(self, held: Held, device: int, read_until: np.ndarray) -> None:
+        """Parts of an output that a backward reads: they stay when the output has been put together from them."""
+        if not self._schedule.forwards_before_backwards or self._schedule.microbatches < 2:
+            return
+        turn = backward_start(self._schedule.orders[device], self._schedule)
+        late = read_until[read_until >= turn]
+        self._parts_kept[device] += held.bytes * len(late)
+        self._enter(device, np.full(len(late), turn), late + 1, held.bytes)
 
     def _enter(self, device: int, start: np.ndarray, end: np.ndarray, size: int) -> None:
         np.add.at(self._changes[device], start, size)
@@ -302,7 +314,8 @@ class _Memory:
         if is_callers and (costs.away or half_and_half):
             change[turn] += self._outputs - self._outputs_made[device]
         if is_callers and half_and_half:
-            put_together = self._outputs if self._schedule.microbatches > 1 else 0  # their parts are freed afterwards
+            # Their parts are freed afterwards, but for those that a backward reads, which are counted already.
+            put_together = self._outputs - self._parts_kept[device] if self._schedule.microbatches > 1 else 0
             of_loss = self._of_batches(lambda variant: variant.outside_bytes)
             outside = int(np.cumsum(change)[turn]) + max(of_loss, put_together)
             change[turn] += self._of_batches(lambda variant: variant.loss_bytes)
