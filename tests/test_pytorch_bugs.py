@@ -652,3 +652,53 @@ def test_the_break_at_a_function_inside_a_transform_is_told_of() -> None:
     model = Transforming(TRANSFORMS["vmap"])
     with pytest.warns(roundpipe_fx.GraphBreakWarning, match=r"Cubed, an autograd\.Function inside torch\.func\.grad"):
         roundpipe_fx.compile(model)(torch.randn(3, 4))
+
+
+class Unusable(torch.autograd.Function):
+    """With a gradient of a wrong shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient[:1]
+
+
+def _updated_behind_its_reader(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp()
+    z = y * 1
+    y.mul_(2)
+    return y + z
+
+
+INVALID: dict[str, tuple[Any, str]] = {
+    "shape": (Unusable.apply, "returned an invalid gradient"),
+    "update": (_updated_behind_its_reader, "modified by an inplace operation"),
+    "missing": (lambda x: torch.linalg.ldl_factor(x @ x.t())[0], "is not implemented"),
+}
+
+
+class Forward(nn.Module):
+    def __init__(self, compute: Any) -> None:
+        super().__init__()
+        self.layer, self.compute = nn.Linear(4, 4), compute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(self.layer(x))
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in")
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("kind", INVALID)
+def test_a_forward_runs_whose_backward_is_invalid(kind: str, door: str) -> None:
+    compute, message = INVALID[kind]
+    model, x = Forward(compute), torch.randn(4, 4)
+    expected = model(x)
+    compiled = _through(door, model)
+    with pytest.warns(UserWarning, match=f"gradients cannot be computed: .*{message}"):
+        y = compiled(x)
+    assert torch.equal(y, expected)
+    with pytest.raises(RuntimeError, match=message):
+        y.sum().backward()

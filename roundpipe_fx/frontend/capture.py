@@ -17,6 +17,7 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.console.progress import working
 from roundpipe_fx.frontend.data_assignments import copy_assigned_data
 from roundpipe_fx.frontend.eager_graph import eager_graph
+from roundpipe_fx.frontend.invalid_backward import InvalidBackwardError, is_of_backward, warn_of_invalid_backward
 from roundpipe_fx.frontend.opaque_backward import OpaqueCall, opaque_backwards
 from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
 from roundpipe_fx.frontend.shared_memory import (
@@ -95,6 +96,11 @@ def capture(
     shared = shared_inputs(example_inputs)
     try:
         run, written = _compiled(module, example_inputs, compilation, shared)
+    except InvalidBackwardError as error:
+        if not may_run_eagerly:
+            raise
+        warn_of_invalid_backward(error)
+        return eager_graph(module)
     except _WrittenInSharedMemoryError:
         example_inputs = separate_memory(module, example_inputs, shared)
         run, written = _compiled(module, example_inputs, compilation, SharedInputs((), ()))
@@ -156,6 +162,8 @@ def _compiled(
             try:
                 return compile_graph(module, example_inputs), written
             except (AssertionError, RuntimeError) as error:
+                if not traced and is_of_backward(error):
+                    raise InvalidBackwardError(str(error)) from error
                 # AOTAutograd refuses views of different dtypes, of detached tensors, and others.
                 if shared.groups and not traced and not isinstance(error, torch_private.PassedThrough):
                     raise _WrittenInSharedMemoryError from error
