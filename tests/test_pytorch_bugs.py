@@ -702,3 +702,21 @@ def test_a_forward_runs_whose_backward_is_invalid(kind: str, door: str) -> None:
     assert torch.equal(y, expected)
     with pytest.raises(RuntimeError, match=message):
         y.sum().backward()
+
+
+def test_a_backward_under_autocast_is_told_of_or_traced_so() -> None:
+    model, x = Mixed(_off_inside), torch.randn(8, 16)
+
+    def gradients(run: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        with _autocast(torch.bfloat16):
+            run(x).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    with pytest.warns(
+        UserWarning, match=r"backward\(\) is called under autocast.*test_pytorch_bugs\.py:\d+ are computed"
+    ):
+        gradients(roundpipe_fx.compile(model))
+    with torch._functorch.config.patch(backward_pass_autocast=[{"device_type": "cpu", "cache_enabled": False}]):
+        found = gradients(roundpipe_fx.compile(model))
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients(model), strict=True))
