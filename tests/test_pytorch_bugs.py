@@ -652,3 +652,71 @@ def test_the_break_at_a_function_inside_a_transform_is_told_of() -> None:
     model = Transforming(TRANSFORMS["vmap"])
     with pytest.warns(roundpipe_fx.GraphBreakWarning, match=r"Cubed, an autograd\.Function inside torch\.func\.grad"):
         roundpipe_fx.compile(model)(torch.randn(3, 4))
+
+
+class Unusable(torch.autograd.Function):
+    """With a gradient of a wrong shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient[:1]
+
+
+def _updated_behind_its_reader(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp()
+    z = y * 1
+    y.mul_(2)
+    return y + z
+
+
+INVALID: dict[str, tuple[Any, str]] = {
+    "shape": (Unusable.apply, "returned an invalid gradient"),
+    "update": (_updated_behind_its_reader, "modified by an inplace operation"),
+    "missing": (lambda x: torch.linalg.ldl_factor(x @ x.t())[0], "is not implemented"),
+}
+
+
+class Forward(nn.Module):
+    def __init__(self, compute: Any) -> None:
+        super().__init__()
+        self.layer, self.compute = nn.Linear(4, 4), compute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(self.layer(x))
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in")
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("kind", INVALID)
+def test_a_forward_runs_whose_backward_is_invalid(kind: str, door: str) -> None:
+    compute, message = INVALID[kind]
+    model, x = Forward(compute), torch.randn(4, 4)
+    expected = model(x)
+    compiled = _through(door, model)
+    with pytest.warns(UserWarning, match=f"gradients cannot be computed: .*{message}"):
+        y = compiled(x)
+    assert torch.equal(y, expected)
+    with pytest.raises(RuntimeError, match=message):
+        y.sum().backward()
+
+
+def test_a_backward_under_autocast_is_told_of_or_traced_so() -> None:
+    model, x = Mixed(_off_inside), torch.randn(8, 16)
+
+    def gradients(run: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        with _autocast(torch.bfloat16):
+            run(x).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    with pytest.warns(
+        UserWarning, match=r"backward\(\) is called under autocast.*test_pytorch_bugs\.py:\d+ are computed"
+    ):
+        gradients(roundpipe_fx.compile(model))
+    with torch._functorch.config.patch(backward_pass_autocast=[{"device_type": "cpu", "cache_enabled": False}]):
+        found = gradients(roundpipe_fx.compile(model))
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients(model), strict=True))

@@ -11,12 +11,15 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import fx
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.console.progress import working
+from roundpipe_fx.frontend.backward_autocast import full_precision_product, warn_under_autocast
 from roundpipe_fx.frontend.data_assignments import copy_assigned_data
 from roundpipe_fx.frontend.eager_graph import eager_graph
+from roundpipe_fx.frontend.invalid_backward import InvalidBackwardError, is_of_backward, warn_of_invalid_backward
 from roundpipe_fx.frontend.opaque_backward import OpaqueCall, opaque_backwards
 from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
 from roundpipe_fx.frontend.shared_memory import (
@@ -95,6 +98,11 @@ def capture(
     shared = shared_inputs(example_inputs)
     try:
         run, written = _compiled(module, example_inputs, compilation, shared)
+    except InvalidBackwardError as error:
+        if not may_run_eagerly:
+            raise
+        warn_of_invalid_backward(error)
+        return eager_graph(module)
     except _WrittenInSharedMemoryError:
         example_inputs = separate_memory(module, example_inputs, shared)
         run, written = _compiled(module, example_inputs, compilation, SharedInputs((), ()))
@@ -116,6 +124,8 @@ def _compiled(
         _WrittenInSharedMemoryError: inputs that share memory stand in the way.
     """
     written: set[int] = set()
+    products: list[fx.Node] = []
+    autocast = frozenset(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
     returned = bool(shared.groups) and shared_outputs(module, shared)
     with contextlib.ExitStack() as tracing:
         traced = False
@@ -135,6 +145,8 @@ def _compiled(
         def partition(joint: fx.GraphModule, inputs: Any, **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
             if is_outermost(joint):
                 note_written(joint)
+                product = full_precision_product(joint, autocast)
+                products.extend([product] if product is not None else [])
             return compilation.partition(joint, inputs, **how)
 
         def forward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -154,12 +166,17 @@ def _compiled(
                 partition_fn=partition,
             )
             try:
-                return compile_graph(module, example_inputs), written
+                run = compile_graph(module, example_inputs)
             except (AssertionError, RuntimeError) as error:
+                if not traced and is_of_backward(error):
+                    raise InvalidBackwardError(str(error)) from error
                 # AOTAutograd refuses views of different dtypes, of detached tensors, and others.
                 if shared.groups and not traced and not isinstance(error, torch_private.PassedThrough):
                     raise _WrittenInSharedMemoryError from error
                 raise
+    if products and not torch_private.autocast_of_backwards():
+        run = warn_under_autocast(run, products[0])
+    return run, written
 
 
 def joint_graph_of(

@@ -10,6 +10,7 @@ import roundpipe_fx.torch_private.canary  # noqa: F401  # isort: split
 from roundpipe_fx.torch_private.aot import (
     aot_autograd,
     aot_flags,
+    autocast_of_backwards,
     checkpoint_policy,
     default_partition,
     differentiated_outputs,
@@ -165,6 +166,7 @@ __all__ = [
     "as_data_parallel",
     "assume_sizes",
     "assumed_sizes",
+    "autocast_of_backwards",
     "boxed_codegen",
     "boxed_false",
     "bucket_bytes",

@@ -27,6 +27,7 @@ from torch._guards import TracingContext
 __all__ = [
     "aot_autograd",
     "aot_flags",
+    "autocast_of_backwards",
     "checkpoint_policy",
     "default_partition",
     "differentiated_outputs",
@@ -61,11 +62,13 @@ def aot_flags() -> contextlib.AbstractContextManager[Any]:
     would cast what the model computes in a region of another dtype, or of none. An autocast that the user has
     configured for backwards is kept.
     """
-    config = torch._functorch.config
-    autocast = config.backward_pass_autocast
-    return config.patch(
-        donated_buffer=False, backward_pass_autocast="off" if autocast == "same_as_forward" else autocast
-    )
+    return torch._functorch.config.patch(donated_buffer=False, backward_pass_autocast=autocast_of_backwards() or "off")
+
+
+def autocast_of_backwards() -> list[dict[str, Any]]:
+    """The autocast that the user has configured for backwards; empty: none."""
+    configured = torch._functorch.config.backward_pass_autocast
+    return configured if isinstance(configured, list) else []
 
 
 def note_no_donated_buffers() -> None:
