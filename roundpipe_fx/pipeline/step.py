@@ -37,6 +37,7 @@ from roundpipe_fx.pipeline.microbatch import (
     weighted_sum,
 )
 from roundpipe_fx.pipeline.offloaded import Offloaded, offloaded
+from roundpipe_fx.pipeline.one_graph import explaining_breaks, refuse_jagged
 from roundpipe_fx.pipeline.over_processes import ProcessPipeline
 from roundpipe_fx.pipeline.pytorch_stages import TracedStep
 from roundpipe_fx.pipeline.scheduled import Scheduled, scheduled_run
@@ -255,6 +256,7 @@ class Pipeline:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[functools.partial[Any]], list[SplitTensor], list[float]]:
         """A call for each microbatch, what was split, and the weight of each microbatch's loss."""
+        self._refuse_jagged((args, kwargs))
         pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
         calls = [functools.partial(self.compiled["model"], *piece) for piece in pieces]
         return calls, self._split(args, kwargs, pieces), self._weights(args, kwargs, pieces)
@@ -265,6 +267,7 @@ class Pipeline:
         """A call for each microbatch of a step with its loss, what was split, and the weight of each one's loss."""
         if labels is not None and loss_fn is None:
             kwargs, labels = {**kwargs, "labels": labels}, None  # a model that takes its labels itself
+        self._refuse_jagged((args, kwargs))
         pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
         splitting = self._splitting
         check_batch_sizes(args, kwargs, labels, self.settings.microbatches, splitting.inputs, splitting.labels)
@@ -275,6 +278,10 @@ class Pipeline:
         ]
         splits = [*self._split(args, kwargs, pieces), *split_tensors(labels, targets, splitting.labels)]
         return calls, splits, self._weights(args, kwargs, pieces)
+
+    def _refuse_jagged(self, inputs: Any) -> None:
+        if self._splitting.inputs is None:
+            refuse_jagged(inputs)
 
     def _weights(self, args: Any, kwargs: Any, pieces: Sequence[tuple[Any, Any]]) -> list[float]:
         """The weight of each microbatch's loss in that of the batch, unless it reads the count of the whole batch."""
@@ -330,7 +337,10 @@ class Pipeline:
         with self._looking_moved(), self._traced():
             modules = [*self._model.modules()]
             keep = torch_private.keep_users_exceptions
-            noting = [functools.partial(keep, call.func, modules, *call.args, **call.keywords) for call in calls]
+            noting = [
+                functools.partial(explaining_breaks, self._model, keep, call.func, modules, *call.args, **call.keywords)
+                for call in calls
+            ]
             return capture_calls(noting, self._compile_state, forwards_before_backwards)
 
     def _batch_norm(self) -> contextlib.AbstractContextManager[None]:

@@ -89,10 +89,10 @@ class PinnedGradients:
     def settle(self) -> None:
         """Called in the caller's thread before a step: wait for copies of earlier gradients, which the user may have
         begun (``gradient.to(device, non_blocking=True)``). Memory of such gradients is used again in the step."""
-        given = len(self._given)
-        if given or self._lent:
+        count = len(self._given)
+        if count or self._lent:
             _synchronize()
-        for _ in range(given):
+        for _ in range(count):
             self._put(self._given.popleft())
 
     def empty_like(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -232,8 +232,8 @@ def _retire(pages: _Pages) -> None:
     release_idle_pages()
 
 
-def _retire_all(free: dict[int, deque[_Pages]], given: deque[_Pages]) -> None:
-    for pages in [*given, *(pages for of_size in free.values() for pages in of_size)]:
+def _retire_all(free: dict[int, deque[_Pages]], returned: deque[_Pages]) -> None:
+    for pages in [*returned, *(pages for of_size in free.values() for pages in of_size)]:
         _retire(pages)
 
 

@@ -134,6 +134,7 @@ from roundpipe_fx.torch_private.sizes import (
     size_binding,
     size_hint,
 )
+from roundpipe_fx.torch_private.tracing_retries import is_graph_break
 from roundpipe_fx.torch_private.trees import (
     TreeSpec,
     key_get,
@@ -204,6 +205,7 @@ __all__ = [
     "input_path",
     "input_sizes",
     "is_effect_token",
+    "is_graph_break",
     "is_opaque",
     "is_replicate_spec",
     "is_same_object",

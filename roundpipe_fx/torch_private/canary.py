@@ -46,7 +46,7 @@ USED: Mapping[str, str] = {
     "torch._dynamo.config": "patch",
     "torch._dynamo.convert_frame": "CatchErrorsWrapper.__call__ ConvertFrameAssert.__call__ input_codes",
     "torch._dynamo.eval_frame": "OptimizedModule reset_code",
-    "torch._dynamo.exc": "ShortenTraceback Unsupported UserError unimplemented",
+    "torch._dynamo.exc": "ShortenTraceback Unsupported UserError UserErrorType unimplemented",
     "torch._dynamo.guards": "DeletedGuardManagerWrapper",
     "torch._dynamo.output_graph": "OutputGraph.remove_tensorify_specialized_graphargs",
     "torch._dynamo.symbolic_convert": (

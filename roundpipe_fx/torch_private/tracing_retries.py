@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
-__all__ = ["install_retries", "was_retried"]
+__all__ = ["install_retries", "is_graph_break", "was_retried"]
 
 _FEWER = (
     {"capture_scalar_outputs": False},
@@ -39,7 +39,8 @@ def install_retries(active: Callable[[], bool]) -> None:
         active: whether the current thread traces one of our compilations.
     """
     from torch._dynamo.convert_frame import ConvertFrameAssert
-    from torch._dynamo.exc import Unsupported, UserError
+    from torch._dynamo.exc import Unsupported, UserError, UserErrorType
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     trace: Any = ConvertFrameAssert.__call__
     if hasattr(trace, "roundpipe_fx"):
@@ -71,6 +72,8 @@ def install_retries(active: Callable[[], bool]) -> None:
             return made
         if soft is not None and not isinstance(failure, (Unsupported, UserError)):
             raise soft from failure  # the frame runs eagerly, unless it must be one graph
+        if isinstance(failure, GuardOnDataDependentSymNode):  # as Dynamo has it for most code that reads a number
+            raise UserError(UserErrorType.ANTI_PATTERN, str(failure)) from failure
         raise failure
 
     trace_with_fewer_symbols.roundpipe_fx = True  # type: ignore[attr-defined]
@@ -80,6 +83,13 @@ def install_retries(active: Callable[[], bool]) -> None:
 def was_retried(file: str | None, line: int | None) -> bool:
     """Whether the function that begins at a line was traced in a retry."""
     return (file, line) in _retried
+
+
+def is_graph_break(error: BaseException) -> bool:
+    """Whether an error says that a function cannot be traced as one graph."""
+    from torch._dynamo.exc import Unsupported, UserError
+
+    return isinstance(error, (Unsupported, UserError)) or _wants_data(error)
 
 
 def _place(code: CodeType) -> tuple[str, int]:

@@ -1,0 +1,90 @@
+"""Models that cannot be traced as one graph: the error says that a pipeline needs one, and what to do."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe_fx
+from tests.pipeline.steps import CPUS
+
+NEEDED = "a pipeline needs the model in one graph"
+
+
+class _Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if random.random() < 0.9:
+                x = layer(x)
+        return x
+
+
+class _Reading(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * 2 if y.sum().item() > 0 else y
+
+
+class _Breaking(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def _hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model[0].register_full_backward_hook(lambda module, given, gradients: None)
+    return model
+
+
+def _offloaded() -> nn.Module:
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.cpu_offload(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+
+@pytest.mark.parametrize(
+    ("make", "cause"),
+    [
+        (_Dropping, "Python's random numbers"),
+        (lambda: _Reading(4, 4), "reads a number from a tensor"),
+        (lambda: _Breaking(4, 4), "what the text of this error names"),
+        (_hooked, "backward hooks of '0'"),
+        (_offloaded, "accelerate's hooks, as of 'the model', '0'"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_cause_is_named(make: Any, cause: str) -> None:
+    model, x = make(), torch.randn(4, 4)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=2)
+    for call in (compiled, lambda x: compiled.forward_backward(x, loss_fn=torch.sum), compiled.trace):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=NEEDED) as raised:
+            call(x)
+        assert cause in str(raised.value)
+        (note,) = raised.value.__notes__
+        assert NEEDED in note and cause in note and "Otherwise compile without devices=" in note
+
+
+def test_hooks_that_a_pipeline_runs() -> None:
+    model, x, seen = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(4, 4), []
+    model.register_full_backward_hook(lambda *_: seen.append("model"))
+    model[0].weight.register_hook(lambda _: seen.append("parameter"))
+    roundpipe_fx.compile(model, devices=CPUS, num_microbatches=2)(x).sum().backward()
+    assert sorted(seen) == ["model", "parameter"]
+
+
+def test_jagged_tensors() -> None:
+    model, parts = nn.Linear(4, 4), [torch.randn(2, 4), torch.randn(3, 4)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    compiled = roundpipe_fx.compile(model, num_microbatches=2)
+    for call in (compiled, lambda x: compiled.forward_backward(x, loss_fn=lambda y: y.values().sum())):
+        with pytest.raises(ValueError, match=r"jagged \(nested\) tensor cannot be split.*split_input"):
+            call(x)
