@@ -6,6 +6,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any
 
@@ -18,6 +19,7 @@ from roundpipe_fx.api.compilation import compile_graph
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.plans_of_modules import note_plan, noting_models
 from roundpipe_fx.api.undisturbed import old_objects_frozen
+from roundpipe_fx.budget import parse_budget
 from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.frontend.graph_breaks import around_compilations
 from roundpipe_fx.ir.joint_graph import module_paths
@@ -25,7 +27,7 @@ from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.remat.learned_steps import LearnedSteps
 from roundpipe_fx.report.plan import Plan
-from roundpipe_fx.torch_private import UserLine
+from roundpipe_fx.torch_private import CompiledFrame, UserLine
 
 __all__ = ["Backend", "make_backend"]
 
@@ -66,9 +68,8 @@ def make_backend(
         steps.parts, steps.beside, steps.budget = watched.parts, watched.gathered, options.memory_budget
         return within_the_rest(watched, options, on_plan, compile_within)
 
-    budgeted = options.memory_budget is not None
-    outside = learned.steps.runs_eagerly
-    roundpipe_fx.around_compilations = lambda: _around(warned, budgeted, outside)  # type: ignore[attr-defined]
+    budget, outside = options.memory_budget, learned.steps.runs_eagerly
+    roundpipe_fx.around_compilations = lambda frame: _around(frame, warned, budget, outside)  # type: ignore[attr-defined]
     return roundpipe_fx
 
 
@@ -179,8 +180,16 @@ def _learned_of(options: Mapping[str, Any]) -> Learned:
     return _shared[id(options)][1]
 
 
+def _around_by_name(frame: CompiledFrame) -> AbstractContextManager[None]:
+    """As :func:`_around`, for the backend that PyTorch finds by its name."""
+    budget = None
+    with contextlib.suppress(TypeError, ValueError):  # which the backend raises
+        budget = parse_budget(frame.options.get("memory_budget"))
+    return _around(frame, _warned, budget)
+
+
 _backend_by_name.__name__ = "roundpipe_fx"  # in Dynamo's messages
-_backend_by_name.around_compilations = lambda: _around(_warned)  # type: ignore[attr-defined]
+_backend_by_name.around_compilations = _around_by_name  # type: ignore[attr-defined]
 
 
 def __getattr__(name: str) -> Backend:

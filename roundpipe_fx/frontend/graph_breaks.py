@@ -7,6 +7,7 @@ Dynamo skips the whole function: it runs eagerly, and only the functions that it
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 from torch import fx
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.torch_private import UserLine
+from roundpipe_fx.budget import bytes_text
+from roundpipe_fx.torch_private import CompiledFrame, RecompileLimit, UserLine
 
 __all__ = ["GraphBreakWarning", "around_compilations", "warn_of_graph_break"]
 
@@ -50,37 +52,95 @@ def _warn_of_reason(
 
 @contextlib.contextmanager
 def around_compilations(
-    warned: set[UserLine], budgeted: bool = False, outside: Callable[[UserLine, str], None] = lambda line, why: None
+    frame: CompiledFrame,
+    warned: set[UserLine],
+    budget: int | float | None = None,
+    outside: Callable[[UserLine, str], None] = lambda line, why: None,
 ) -> Iterator[None]:
     """Context manager around Dynamo's compilation of a frame: sets flags, warns of breaks and of skipped functions.
 
-    Arguments as for :func:`warn_of_graph_break`.
+    Args:
+        frame: the frame.
+        warned: lines that the user has been warned of; extended.
+        budget: the memory budget, to which warnings then refer.
+        outside: called with the line and the reason of what runs eagerly.
     """
+    budgeted = budget is not None
     with (
         torch_private.dynamo_flags(),
-        torch_private.untraced_functions() as untraced,
+        torch_private.untraced_functions(frame.code) as untraced,
         torch_private.graph_breaks() as broken,
     ):
-        yield  # an error that is raised here says enough
-    for line, reason in untraced:
+        try:
+            yield  # an error that is raised here says enough, but for one
+        except torch_private.recompile_limit_errors() as error:
+            limit = torch_private.limit_of_error(error)
+            if limit is None:
+                raise
+            line = UserLine(frame.code.co_filename, frame.code.co_firstlineno, frame.code.co_qualname)
+            raise type(error)(_text_of_limit(line, limit, budget, is_error=True)) from error
+    for line, reason, limit in untraced:
         outside(line, reason)
+        if limit is not None:
+            text = _text_of_limit(line, limit, budget, is_error=False)
+            _warn_once(line, f"roundpipe_fx: {text}", warned)
+            continue
         parts = f"{line.function} runs eagerly; the functions that it calls are compiled separately."
         what, _, why = reason.partition("\n")
         explained = why.strip().removeprefix("Explanation: ").partition("\n")[0]
         _warn(line, parts, f"{what}. {explained}", warned, budgeted)
-    told = {line for line, _ in untraced}
+    told = {line for line, _, _ in untraced}
     for broke in broken:  # breaks with nothing to compile before them have not been reported yet
         if torch_private.line_of_break(broke) not in told:
             _warn_of_reason(broke, warned, budgeted, outside)
 
 
 def _warn(line: UserLine, parts: str, reason: str, warned: set[UserLine], budgeted: bool) -> None:
-    if line in warned:
-        return
-    warned.add(line)
     budget = " A memory budget bounds what the graphs hold together, not what runs eagerly." if budgeted else ""
     text = (
         f"roundpipe_fx: the model was not traced as one graph; it breaks at {line}. {parts}{budget} "
         f"Use fullgraph=True to make this an error. Reason: {reason}"
     )
-    warnings.warn_explicit(text, GraphBreakWarning, line.file, line.number)
+    _warn_once(line, text, warned)
+
+
+def _warn_once(line: UserLine, text: str, warned: set[UserLine]) -> None:
+    if line not in warned:
+        warned.add(line)
+        warnings.warn_explicit(text, GraphBreakWarning, line.file, line.number)
+
+
+_EQUAL_TO_NUMBER = re.compile(r"(.*\S)\s*==\s*[-+\d.einf]+")
+
+
+def _text_of_limit(line: UserLine, limit: RecompileLimit, budget: int | float | None, is_error: bool) -> str:
+    """Say that a limit on compilations was reached, what that means for a budget, and what to change.
+
+    Args:
+        line: where the function begins.
+        limit: the limit.
+        budget: the memory budget, if there is one.
+        is_error: whether the call failed. Otherwise it ran eagerly.
+    """
+    kept = "no plan applies" if budget is None else f"the memory_budget of {_budget_text(budget)} is not kept"
+    then = "the call failed" if is_error else f"{kept} from now on"
+    number = _EQUAL_TO_NUMBER.fullmatch(limit.guard)
+    eagerly = "" if is_error else " Calls that none of its compilations serves run eagerly as a whole, without a plan."
+    if number is not None:
+        why = (
+            f" A Python number takes another value each time: the last one was compiled for {limit.guard}. If it only "
+            f"scales something, keep {number.group(1)} as a tensor (a buffer) or pass it to the model as an argument; "
+            "if it is only counted, count outside of forward."
+        )
+    else:
+        why = f" It was compiled last for: {limit.guard}." if limit.guard else ""
+    more = "" if is_error else " Use fullgraph=True to make this an error."
+    return (
+        f"the recompile limit was reached, so {then}: {line.function} ({line.file}:{line.number}) was compiled as "
+        f"often as torch._dynamo.config.{limit.name} ({limit.number}) allows.{eagerly}{why} Or raise the limit. "
+        f"TORCH_LOGS=recompiles tells of each compilation.{more}"
+    )
+
+
+def _budget_text(budget: int | float) -> str:
+    return f"{budget} bytes ({bytes_text(budget)})" if isinstance(budget, int) else str(budget)

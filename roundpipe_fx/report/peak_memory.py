@@ -148,22 +148,22 @@ class _CompiledCall:
                 storages._count(self.allocations, self.freed.get(storages, ()), self.ended)
 
 
-class _Thread(threading.local):
+class _CurrentCall(threading.local):
     compiled: _CompiledCall | None = None
 
 
-_thread = _Thread()
+_current = _CurrentCall()
 
 
 def _call_counted(run: Callable[[], Any], inputs: Sequence[Any]) -> Any:
     """Call compiled code, which allocates without an operation that a dispatch mode sees, and count it."""
     active = dict.fromkeys(active_dispatch_modes())
     counted_by = [mode for mode in active if isinstance(mode, _LiveStorages)]
-    if not counted_by or _thread.compiled is not None:
+    if not counted_by or _current.compiled is not None:
         return run()
     # The call clears the list, and other storages may come to lie where those of the inputs were.
-    given = [weakref.ref(value.untyped_storage()) for value in inputs if _has_storage(value)]
-    _thread.compiled = call = _CompiledCall(counted_by)
+    storages_of_inputs = [weakref.ref(value.untyped_storage()) for value in inputs if _has_storage(value)]
+    _current.compiled = call = _CompiledCall(counted_by)
     for storages in counted_by:
         storages._open_log()
     try:
@@ -172,12 +172,12 @@ def _call_counted(run: Callable[[], Any], inputs: Sequence[Any]) -> Any:
         call.see(())
         raise
     finally:
-        _thread.compiled = None
+        _current.compiled = None
         call.end()
         for storages in counted_by:
             for size in call.freed.get(storages, ()):
                 storages._change(-size)
-    known = {storage._cdata for reference in given if (storage := reference()) is not None}
+    known = {storage._cdata for reference in storages_of_inputs if (storage := reference()) is not None}
     for value in filter(_has_storage, tree_leaves(result)):
         for storages in counted_by:
             storages._add(value.untyped_storage(), known)
@@ -230,7 +230,7 @@ class _LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _thread.compiled is not None:
+        if _current.compiled is not None:
             return func(*args, **kwargs)
         if not _unwrap:
             with _patching:
@@ -276,7 +276,7 @@ class _LiveStorages(TorchDispatchMode):
             weakref.finalize(storage, self._remove, key)
 
     def _remove(self, key: int) -> None:
-        call = _thread.compiled
+        call = _current.compiled
         with self._lock:
             size = self._sizes.pop(key, 0)
             if call is not None and self in call.counted_by:
@@ -308,15 +308,15 @@ class _LiveStorages(TorchDispatchMode):
                 before the measurement.
             ended: when it returned. What it leaves is counted from then on as other storages are.
         """
-        own, counted = Counter[int](), Counter(freed)
+        local, counted = Counter[int](), Counter(freed)
         held = 0
         with self._lock:
             for allocation in allocations:
                 size = allocation.cpu
                 if size > 0:
-                    own[size] += 1
+                    local[size] += 1
                 else:
-                    source = counted if counted[-size] else own
+                    source = counted if counted[-size] else local
                     if not source[-size]:
                         continue
                     source[-size] -= 1

@@ -46,7 +46,7 @@ USED: Mapping[str, str] = {
     "torch._dynamo.config": "patch",
     "torch._dynamo.convert_frame": "CatchErrorsWrapper.__call__ ConvertFrameAssert.__call__ input_codes",
     "torch._dynamo.eval_frame": "OptimizedModule reset_code",
-    "torch._dynamo.exc": "ShortenTraceback Unsupported UserError UserErrorType unimplemented",
+    "torch._dynamo.exc": "FailOnRecompileLimitHit ShortenTraceback Unsupported UserError UserErrorType unimplemented",
     "torch._dynamo.guards": "DeletedGuardManagerWrapper",
     "torch._dynamo.output_graph": "OutputGraph.remove_tensorify_specialized_graphargs",
     "torch._dynamo.symbolic_convert": (
@@ -112,7 +112,7 @@ USED: Mapping[str, str] = {
 """Names by module; those of classes with a member that is used."""
 
 SPELLED: Mapping[str, tuple[str, ...]] = {
-    "torch": ("self.compiler_fn",),
+    "torch": ("self.compiler_fn", 'self.kwargs["options"]'),
     "torch._dynamo.convert_frame": ("_torchdynamo_orig_backend",),
     "torch._dynamo.decorators": ("_torchdynamo_disable",),
     "torch._dynamo.output_graph": ("compile_subgraph_reason", '"grapharg"', "_dynamo_source"),

@@ -20,8 +20,10 @@ from torch._dynamo.eval_frame import OptimizedModule
 from roundpipe_fx.torch_private.tracing_retries import was_retried
 
 __all__ = [
+    "CompiledFrame",
     "OptimizedModule",
     "PassedThrough",
+    "RecompileLimit",
     "UserLine",
     "checkpoint_body",
     "compiled_in_place_by_us",
@@ -30,11 +32,13 @@ __all__ = [
     "graph_break",
     "graph_breaks",
     "input_path",
+    "limit_of_error",
     "line_of_break",
     "module_path_text",
     "modules_being_compiled",
     "passed_through",
     "reads_input",
+    "recompile_limit_errors",
     "traced_forward_call",
     "tracing_inside_checkpoint",
     "try_again",
@@ -70,6 +74,18 @@ def passed_through(error: Exception) -> PassedThrough:
     return made(str(error)).with_traceback(error.__traceback__)
 
 
+class CompiledFrame(NamedTuple):
+    """A function that Dynamo compiles.
+
+    Attributes:
+        code: its code.
+        options: those given to ``torch.compile`` together with a backend's name.
+    """
+
+    code: CodeType
+    options: Mapping[str, Any]
+
+
 def enter_around_compilations(by_others: Callable[[CodeType, Sequence[torch.nn.Module]], None]) -> None:
     """Make Dynamo enter the context that a backend names in ``around_compilations`` while it compiles a frame for it.
 
@@ -88,7 +104,7 @@ def enter_around_compilations(by_others: Callable[[CodeType, Sequence[torch.nn.M
     def compile_frame_in_context(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         around = getattr(_given_backend(self), "around_compilations", None)
         if around is not None:
-            with around():
+            with around(CompiledFrame(frame.f_code, _given_options(self))):
                 return compile_frame(self, frame, *args, **kwargs)
         compiled = compile_frame(self, frame, *args, **kwargs)
         if compiled.guarded_code is not None:
@@ -133,20 +149,75 @@ class UntracedFunction(NamedTuple):
     Attributes:
         line: where.
         reason: why.
+        limit: the limit on compilations that was reached; ``None`` if that is not the reason.
     """
 
     line: UserLine
     reason: str
+    limit: RecompileLimit | None = None
+
+
+class RecompileLimit(NamedTuple):
+    """A limit on how often Dynamo compiles a function, which was reached.
+
+    Attributes:
+        name: of the setting in ``torch._dynamo.config``.
+        number: its value.
+        guard: what did not hold in the last call and had held when the function was compiled, as ``self.count == 3``;
+            ``""`` if it is not known.
+    """
+
+    name: str
+    number: int
+    guard: str
+
+
+def recompile_limit_errors() -> tuple[type[Exception], ...]:
+    """What Dynamo raises at a limit on compilations if the user wants an error there."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return (FailOnRecompileLimitHit,)
+
+
+_LIMIT = re.compile(r"\b(accumulated_recompile_limit|recompile_limit)\b")
+_GUARD = re.compile(r"^\s*(?:\d+/\d+(?:_\d+)?:\s*)?(.*?)\s*(?:#.*|\(HINT.*)?$")
+
+
+def limit_of_error(error: BaseException) -> RecompileLimit | None:
+    """The limit that an error of :func:`recompile_limit_errors` speaks of, just after it was raised."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    last = next(reversed(get_compilation_metrics()), None)
+    return _limit_in(f"{error}\n{error.__cause__}", last)
+
+
+def _limit_in(text: str, attempt: Any) -> RecompileLimit | None:
+    """The limit on compilations that a message of Dynamo's names.
+
+    Args:
+        text: the message.
+        attempt: Dynamo's metrics of the compilation.
+    """
+    name = _LIMIT.search(text)
+    if name is None or "recompile limit" not in text:
+        return None
+    last = getattr(attempt, "recompile_reason", None) or ""
+    guard = _GUARD.match(last.partition("\n")[0])
+    number = getattr(torch._dynamo.config, name.group())
+    return RecompileLimit(name.group(), number, guard.group(1) if guard is not None else "")
 
 
 _given_up: list[weakref.ref[CodeType]] = []
 
 
 @contextlib.contextmanager
-def untraced_functions() -> Iterator[list[UntracedFunction]]:
+def untraced_functions(code: CodeType) -> Iterator[list[UntracedFunction]]:
     """The functions that Dynamo gives up while entered; known on leaving, unless by an exception.
 
     Dynamo asks no backend about these. It has them among its metrics of compilations.
+
+    Args:
+        code: of the function that is compiled, which those metrics do not name if a limit on compilations is reached.
     """
     from torch._dynamo.utils import get_compilation_metrics
 
@@ -156,7 +227,12 @@ def untraced_functions() -> Iterator[list[UntracedFunction]]:
     for attempt in itertools.takewhile(lambda attempt: attempt is not last, reversed(get_compilation_metrics())):
         if was_retried(attempt.co_filename, attempt.co_firstlineno):
             continue
-        if attempt.fail_type in ("Unsupported", "UserError"):
+        limit = _limit_in(attempt.fail_reason or "", attempt)
+        if limit is not None:
+            _given_up.append(weakref.ref(code))
+            line = UserLine(code.co_filename, code.co_firstlineno, code.co_qualname)
+            untraced.append(UntracedFunction(line, attempt.fail_reason or "", limit))
+        elif attempt.fail_type in ("Unsupported", "UserError"):
             file, number = attempt.fail_user_frame_filename, attempt.fail_user_frame_lineno
             known = UserLine(file or attempt.co_filename or "", number or 0, attempt.co_name or "")
             line = known if known.file else _UNKNOWN
@@ -325,6 +401,17 @@ def _given_backend(wrapper: Any) -> Any:
         if inner is not None:
             return _given_backend(inner)
     return wrapper
+
+
+def _given_options(wrapper: Any) -> Mapping[str, Any]:
+    """The options that a user of ``torch.compile`` gave."""
+    while wrapper is not None:
+        arguments = getattr(wrapper, "kwargs", None)
+        if isinstance(arguments, Mapping) and "options" in arguments:
+            options: Mapping[str, Any] = arguments["options"]
+            return options
+        wrapper = getattr(wrapper, "compiler_fn", None) or getattr(wrapper, "_torchdynamo_orig_backend", None)
+    return {}
 
 
 def compiled_in_place_by_us(module: torch.nn.Module) -> bool:

@@ -73,11 +73,11 @@ class _Recorded:
     finished: set[str] = field(default_factory=set)
 
 
-class _Thread(threading.local):
+class _Recording(threading.local):
     recorded: _Recorded | None = None
 
 
-_thread = _Thread()
+_recording = _Recording()
 _numbers = itertools.count()
 _BEGIN, _END = "roundpipe_fx begins ", "roundpipe_fx ends "
 
@@ -119,21 +119,21 @@ def record_allocations(run: Callable[[], _T], seen: _See) -> _T:
     from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
     from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
-    if _thread.recorded is not None:
-        return _marked(run, seen, _thread.recorded)
+    if _recording.recorded is not None:
+        return _marked(run, seen, _recording.recorded)
     if profiler_runs():
         raise RuntimeError("memory cannot be measured while a profiler runs on the same thread: stop one of the two.")
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     _enable_profiler_legacy(config)
     began = time.perf_counter()
-    _thread.recorded = recorded = _Recorded()
+    _recording.recorded = recorded = _Recorded()
     try:
         result = run()
     except BaseException:
-        _thread.recorded = None
+        _recording.recorded = None
         _tell(_disable_profiler_legacy(), began, recorded, lambda _: None)
         raise
-    _thread.recorded = None
+    _recording.recorded = None
     _tell(_disable_profiler_legacy(), began, recorded, seen)
     return result
 
@@ -186,7 +186,7 @@ def _tell(records: Sequence[Sequence[Any]], began: float, recorded: _Recorded, s
 
 def profiler_runs() -> bool:
     """Whether a profiler of the user is active on this thread."""
-    return _thread.recorded is None and torch._C._autograd._profiler_enabled()
+    return _recording.recorded is None and torch._C._autograd._profiler_enabled()
 
 
 def wrap_compiled_calls(around: Callable[[Callable[[], Any], Sequence[Any]], Any]) -> Callable[[], None] | None:

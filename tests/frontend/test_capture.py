@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 import roundpipe_fx
+from roundpipe_fx.api import backend
 from roundpipe_fx.frontend.capture import joint_graph_of
 from roundpipe_fx.torch_private import dynamo_flags, flags
 from tests.comparison import assert_bitwise, train_step
@@ -140,6 +141,72 @@ def test_recompiling_a_model_leaves_others_of_its_class_alone() -> None:
             model(x).backward()
         second._state_of_roundpipe_fx.learned.stale = True
     assert (len(first.plans), len(second.plans)) == (1, 3)
+
+
+def _counting() -> nn.Module:
+    """A model whose number is another one in each call, none of which Dynamo has given up."""
+    torch._dynamo.reset()
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.count = nn.Linear(4, 4), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return (self.layer(x) * (1 + 1 / self.count)).square().mean()
+
+    return Counting()
+
+
+@pytest.mark.parametrize("front_door", ["compile", "in place", "torch.compile"])
+@pytest.mark.parametrize("limit", ["recompile_limit", "accumulated_recompile_limit"])
+def test_the_recompile_limit_is_told_of_once_with_what_is_not_kept(
+    front_door: str, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flags, "_MOST_COMPILATIONS", 1)
+    monkeypatch.setattr(backend, "_warned", set())
+    model = run = _counting()
+    if front_door == "compile":
+        run = roundpipe_fx.compile(model, memory_budget=300)
+    elif front_door == "in place":
+        model.compile(backend="roundpipe_fx", options={"memory_budget": 300})
+    else:
+        run = torch.compile(model, backend="roundpipe_fx", options={"memory_budget": 300})
+    x = torch.randn(2, 4)
+    with torch._dynamo.config.patch({limit: 2}), pytest.warns(roundpipe_fx.GraphBreakWarning) as told:
+        for _ in range(6):
+            run(x).backward()
+    (text,) = [str(warning.message) for warning in told]
+    kept = "the memory_budget of 300 bytes (300 B) is not kept from now on"
+    assert text.startswith(f"roundpipe_fx: the recompile limit was reached, so {kept}")
+    assert f"Counting.forward ({__file__}" in text and f"torch._dynamo.config.{limit} (2)" in text
+    assert "self.count == 1" in text and "keep self.count as a tensor" in text
+    assert len(roundpipe_fx.plans(model) or run.plans) == 2
+    expected = copy.deepcopy(model)
+    assert torch.equal(run(x), expected(x))  # eagerly
+
+
+def test_the_recompile_limit_as_an_error_has_the_reason() -> None:
+    model = roundpipe_fx.compile(_counting(), memory_budget=300, fullgraph=True)
+    with (
+        torch._dynamo.config.patch(accumulated_recompile_limit=1),
+        pytest.raises(Exception, match=r"the recompile limit was reached.*Counting\.forward.*self\.count == 0"),
+    ):
+        for _ in range(2):
+            model(torch.randn(2, 4)).backward()
+
+
+def test_a_model_of_a_class_that_reached_the_limit_is_compiled() -> None:
+    model = _counting()
+    fresh = copy.deepcopy(model)
+    compiled, x = roundpipe_fx.compile(model, memory_budget=300), torch.randn(2, 4)
+    with torch._dynamo.config.patch(accumulated_recompile_limit=1), pytest.warns(roundpipe_fx.GraphBreakWarning):
+        for _ in range(3):
+            compiled(x).backward()
+    other = roundpipe_fx.compile(fresh, memory_budget=300)
+    other(x).backward()
+    assert len(other.plans) == 1
 
 
 def test_shape_changes_recompile() -> None:
