@@ -16,6 +16,7 @@ from torch import fx
 from roundpipe_fx import torch_private
 from roundpipe_fx.console.progress import working
 from roundpipe_fx.frontend.data_assignments import copy_assigned_data
+from roundpipe_fx.frontend.loss_mark import detach_all_but_loss
 from roundpipe_fx.frontend.opaque_backward import OpaqueCall, opaque_backwards
 from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
 from roundpipe_fx.ir.joint_graph import JointGraph
@@ -59,6 +60,7 @@ def prepare(module: fx.GraphModule) -> None:
     Raises:
         RecomputeDataError: the model calls ``save_for_recompute`` in a way that is not allowed.
     """
+    detach_all_but_loss(module)
     mark_checkpoints(module)
     torch_private.spell_out_lstm(module)
     keep_resolved_random_branches(module)
