@@ -13,8 +13,8 @@ import functools
 import types
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections import UserDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,9 +54,10 @@ class KeptResults:
         Returns:
             the output, and what the model keeps, detached, by name.
         """
-        own = functools.partial(own_result, pairs)
+        result_of = functools.partial(own_result, pairs)
         if pairs:
-            output = map_leaves(lambda _, value: _replaced(value, lambda tensor, _: own(tensor), "", set()), output)
+            seen: set[int] = set()
+            output = map_leaves(lambda _, leaf: _replaced(leaf, lambda value, _: result_of(value), "", seen), output)
         kept: dict[str, torch.Tensor] = {}
         if self._keeps_nothing(graph) or (microbatches == 1 and not pairs):
             return output, kept
@@ -65,19 +66,20 @@ class KeptResults:
             if not any(isinstance(result, torch.Tensor) and _shares(result, value) for result in returned):
                 return value
             kept[name] = value.detach()
-            result = own(value)
+            result = result_of(value)
             if microbatches == 1 or result is value:
                 return result
             return _OfLastMicrobatch.apply(result, name, microbatches)
 
-        seen: set[int] = set()
+        seen = set()
         for path, module in self._model.named_modules():
             for name, value in [*vars(module).items()]:
                 if name in _OF_EVERY_MODULE:
                     continue
-                is_users = name not in _HOOKS and name != "_buffers"
-                label = ".".join(filter(None, (path, name if is_users else "")))
-                new = _replaced(value, replace, label or "a hook of the model", seen)
+                label = f"{path}.{name}".lstrip(".")
+                if name in _HOOKS or name == "_buffers":
+                    label = f"{path or type(module).__name__} (a hook or buffer)"
+                new = _replaced(value, replace, label, seen)
                 if new is not value:
                     vars(module)[name] = new
         return output, kept
@@ -159,7 +161,13 @@ _NOT_SEARCHED = (
 )  # fmt: skip
 
 
-def _replaced(value: Any, replace: Callable[[torch.Tensor, str], torch.Tensor], name: str, seen: set[int]) -> Any:
+_DEEPEST = 50
+"""Levels of objects in one another that are searched."""
+
+
+def _replaced(
+    value: Any, replace: Callable[[torch.Tensor, str], torch.Tensor], name: str, seen: set[int], depth: int = 0
+) -> Any:
     """A value in which tensors are replaced: itself, changed in place, or a new one for a tensor or a tuple.
 
     Args:
@@ -167,37 +175,39 @@ def _replaced(value: Any, replace: Callable[[torch.Tensor, str], torch.Tensor], 
         replace: called with a tensor and the name of the attribute that leads to it.
         name: of the value.
         seen: identities of objects that were searched.
+        depth: of the value, in objects around it.
     """
     if isinstance(value, _NOT_SEARCHED):
         return value
     if isinstance(value, torch.Tensor):
         return replace(value, name)
-    if id(value) in seen:
+    if id(value) in seen or depth > _DEEPEST:
         return value
+    depth += 1
     seen.add(id(value))
     if isinstance(value, tuple):
-        items = [_replaced(item, replace, name, seen) for item in value]
+        items = [_replaced(item, replace, name, seen, depth) for item in value]
         if all(new is item for new, item in zip(items, value, strict=True)):
             return value
         return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
-    if isinstance(value, MutableMapping):
+    if isinstance(value, (dict, UserDict)):
         for key, item in [*value.items()]:
-            new = _replaced(item, replace, name, seen)
+            new = _replaced(item, replace, name, seen, depth)
             if new is not item:
                 value[key] = new
     elif isinstance(value, (list, deque)):
         for index, item in enumerate(value):
-            new = _replaced(item, replace, name, seen)
+            new = _replaced(item, replace, name, seen, depth)
             if new is not item:
                 value[index] = new
     for cell in getattr(value, "__closure__", None) or ():  # of a hook
         with contextlib.suppress(ValueError):  # it is empty
-            _replaced(cell.cell_contents, replace, name, seen)
+            _replaced(cell.cell_contents, replace, name, seen, depth)
     if isinstance(value, types.MethodType):
-        _replaced(value.__self__, replace, name, seen)
+        _replaced(value.__self__, replace, name, seen, depth)
         return value
     for attribute, item in [*vars_of(value).items()]:
-        new = _replaced(item, replace, name, seen)
+        new = _replaced(item, replace, name, seen, depth)
         if new is not item:
             object.__setattr__(value, attribute, new)
     return value

@@ -24,13 +24,13 @@ from roundpipe_fx.pipeline.calls_alive import CallsAlive
 from roundpipe_fx.pipeline.captured_calls import CapturedCalls, capture_calls, check_unchanged
 from roundpipe_fx.pipeline.compiled_functions import detached, functions_of, loss_output
 from roundpipe_fx.pipeline.deferred_batch_norm import deferred, tensors_of_sums
+from roundpipe_fx.pipeline.given_microbatches import given_microbatches
 from roundpipe_fx.pipeline.gradients import gather, hand_to_autograd, loss_with_gradients, receivers_of
 from roundpipe_fx.pipeline.incoming_gradients import gradients_of_loss
 from roundpipe_fx.pipeline.kept_results import KeptResults
 from roundpipe_fx.pipeline.microbatch import (
     SplitTensor,
     check_batch_sizes,
-    given_microbatches,
     merge,
     row_counts,
     sizes_differ,
@@ -79,7 +79,7 @@ class Splitting:
 
 
 @dataclass(frozen=True)
-class _Calls:
+class _StepCalls:
     """The calls of a step.
 
     Attributes:
@@ -224,7 +224,7 @@ class Pipeline:
         call."""
         made: list[functools.partial[Any]] = []
 
-        def noted(calls: _Calls) -> _Calls:
+        def noted(calls: _StepCalls) -> _StepCalls:
             made[:] = calls.calls  # of the last time: what was known to this rank alone is prepared again
             return calls
 
@@ -245,11 +245,11 @@ class Pipeline:
 
     def _captured(
         self,
-        make: Callable[[], _Calls],
+        make: Callable[[], _StepCalls],
         batch: Any,
         forwards_before_backwards: bool = False,
         runs: bool = True,
-    ) -> tuple[CapturedCalls, _Calls, list[float]]:
+    ) -> tuple[CapturedCalls, _StepCalls, list[float]]:
         """The microbatches, the calls that were captured, and weights; the same on all ranks.
 
         Args:
@@ -258,7 +258,7 @@ class Pipeline:
             forwards_before_backwards: whether all forwards are to run before all backwards.
             runs: whether they are to run.
         """
-        made: list[_Calls] = []
+        made: list[_StepCalls] = []
 
         def capture() -> CapturedCalls:
             made[:] = [make()]
@@ -278,12 +278,12 @@ class Pipeline:
         added = any(graph.loss_reduction == "sum" for graph in captured.graphs)
         return captured, made[0], [1.0] * len(made[0].weights) if added else made[0].weights
 
-    def _calls_of_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Calls:
+    def _calls_of_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _StepCalls:
         """A call for each microbatch."""
         pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs, self._names)
         calls = [functools.partial(self.compiled["model"], *piece) for piece in pieces]
         rows = self._rows(args, kwargs, pieces)
-        return _Calls(calls, self._split(args, kwargs, pieces), self._weights(pieces, rows), rows)
+        return _StepCalls(calls, self._split(args, kwargs, pieces), self._weights(pieces, rows), rows)
 
     def _calls_of_step(
         self,
@@ -293,7 +293,7 @@ class Pipeline:
         loss_fn: Any,
         kind: str,
         microbatches: Sequence[Any] | None = None,
-    ) -> _Calls:
+    ) -> _StepCalls:
         """A call for each microbatch of a step with its loss."""
         if microbatches is not None:
             return self._calls_of_given(microbatches, loss_fn, kind)
@@ -309,18 +309,18 @@ class Pipeline:
         ]
         splits = [*self._split(args, kwargs, pieces), *split_tensors(labels, targets, splitting.labels)]
         rows = self._rows(args, kwargs, pieces)
-        return _Calls(calls, splits, self._weights(pieces, rows), rows)
+        return _StepCalls(calls, splits, self._weights(pieces, rows), rows)
 
-    def _calls_of_given(self, microbatches: Sequence[Any], loss_fn: Any, kind: str) -> _Calls:
+    def _calls_of_given(self, microbatches: Sequence[Any], loss_fn: Any, kind: str) -> _StepCalls:
         """A call for each microbatch that the caller has split."""
-        given = given_microbatches(microbatches, self.settings.microbatches, loss_fn is not None)
+        split_already = given_microbatches(microbatches, self.settings.microbatches, loss_fn is not None)
         calls = [
-            functools.partial(self.compiled[kind], loss_fn, own.labels is not None, own.args, own.kwargs, own.labels)
-            for own in given
+            functools.partial(self.compiled[kind], loss_fn, one.labels is not None, one.args, one.kwargs, one.labels)
+            for one in split_already
         ]
-        pieces = [(own.args, own.kwargs) for own in given]
+        pieces = [(one.args, one.kwargs) for one in split_already]
         rows = row_counts((), {}, pieces, list)  # of each, the first tensor's
-        return _Calls(calls, [], self._weights(pieces, rows), rows)
+        return _StepCalls(calls, [], self._weights(pieces, rows), rows)
 
     def _rows(self, args: Any, kwargs: Any, pieces: Sequence[tuple[Any, Any]]) -> list[int]:
         if len(pieces) == 1:
@@ -412,8 +412,8 @@ class Pipeline:
                 returned = [value.detach() if isinstance(value, torch.Tensor) else value for value in of_batch]
                 with return_results(returned, functools.partial(check_unchanged, captured, index)):
                     output = call()
-                own = {} if differentiated is None else differentiated[index]
-                pairs = [(returned[place], result) for place, result in own.items()]
+                of_step = {} if differentiated is None else differentiated[index]
+                pairs = [(returned[place], result) for place, result in of_step.items()]
                 output, of_call = self._kept.replaced(captured.graphs[index], returned, pairs, output, count)
                 outputs.append(output)
                 kept.append(of_call)

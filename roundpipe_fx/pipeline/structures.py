@@ -21,14 +21,14 @@ from torch.nn.utils.rnn import PackedSequence
 
 from roundpipe_fx.torch_private import one_level
 
-__all__ = ["Path", "Structure", "holds_tensors", "leaves_of", "map_leaves", "structure_of"]
+__all__ = ["Container", "Path", "container_of", "holds_tensors", "leaves_of", "map_leaves"]
 
 Path = tuple[Any, ...]
 """The keys, indices and names of attributes that lead to a part of a value."""
 
 
 @dataclass(frozen=True)
-class Structure:
+class Container:
     """One level of a value.
 
     Attributes:
@@ -53,19 +53,19 @@ class Structure:
 _SIMPLE = (torch.Tensor, str, bytes, int, float, complex, type(None), torch.Size, nn.Module, type, PackedSequence)
 
 
-def structure_of(value: Any) -> Structure | None:
+def container_of(value: Any) -> Container | None:
     """One level of a value; ``None`` for a leaf."""
     if isinstance(value, _SIMPLE):
         return None
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return Structure(tuple(value._fields), tuple(value), type(value)._make, has_attributes=True)  # type: ignore[attr-defined]
+        return Container(tuple(value._fields), tuple(value), type(value)._make, has_attributes=True)  # type: ignore[attr-defined]
     if type(value) in (list, tuple):
-        return Structure(tuple(range(len(value))), tuple(value), type(value), is_sequence=True)
+        return Container(tuple(range(len(value))), tuple(value), type(value), is_sequence=True)
     if isinstance(value, (list, deque)):
         return None if _hides(value, vars_of(value)) else _sequence(value)
     known = one_level(value)
     if known is not None:
-        return Structure(*known)
+        return Container(*known)
     if isinstance(value, Mapping):
         return _mapping(value)
     if is_dataclass(value):
@@ -76,21 +76,21 @@ def structure_of(value: Any) -> Structure | None:
     return _cache(value)
 
 
-def _sequence(value: Any) -> Structure:
+def _sequence(value: Any) -> Container:
     def rebuild(parts: Sequence[Any]) -> Any:
         made = copy.copy(value)
         made.clear()
         made.extend(parts)
         return made
 
-    return Structure(tuple(range(len(value))), tuple(value), rebuild, is_sequence=True)
+    return Container(tuple(range(len(value))), tuple(value), rebuild, is_sequence=True)
 
 
-def _mapping(value: Mapping[Any, Any]) -> Structure | None:
+def _mapping(value: Mapping[Any, Any]) -> Container | None:
     keys = tuple(value)
     parts = tuple(value[key] for key in keys)
     if isinstance(value, types.MappingProxyType):
-        return Structure(keys, parts, lambda parts: types.MappingProxyType(dict(zip(keys, parts, strict=True))))
+        return Container(keys, parts, lambda parts: types.MappingProxyType(dict(zip(keys, parts, strict=True))))
     attributes = vars_of(value)
     is_its_attributes = attributes is value
     beside = {} if is_its_attributes else dict(attributes)
@@ -104,26 +104,26 @@ def _mapping(value: Mapping[Any, Any]) -> Structure | None:
         if is_its_attributes:
             made.__dict__ = made  # type: ignore[assignment]
         for key, part in zip(keys, parts, strict=True):
-            made[key] = part  # type: ignore[index]
+            made[key] = part
         return made
 
-    return Structure(keys, parts, rebuild)
+    return Container(keys, parts, rebuild)
 
 
-def _record(value: Any, names: tuple[str, ...]) -> Structure:
+def _record(value: Any, names: tuple[str, ...]) -> Container:
     def rebuild(parts: Sequence[Any]) -> Any:
         made = copy.copy(value)
         for name, part in zip(names, parts, strict=True):
             object.__setattr__(made, name, part)  # it may be frozen
         return made
 
-    return Structure(names, tuple(getattr(value, name) for name in names), rebuild, has_attributes=True)
+    return Container(names, tuple(getattr(value, name) for name in names), rebuild, has_attributes=True)
 
 
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
-def _cache(value: Any) -> Structure | None:
+def _cache(value: Any) -> Container | None:
     """Keys and values of the layers of Hugging Face's cache; what else it has does not depend on the rows."""
     kind = type(value)
     if kind.__module__ != "transformers.cache_utils":
@@ -141,19 +141,19 @@ def _cache(value: Any) -> Structure | None:
         made.layers = list(parts)
         return made
 
-    return Structure(tuple(f"layers[{index}]" for index in range(len(layers))), layers, rebuild, has_attributes=True)
+    return Container(tuple(f"layers[{index}]" for index in range(len(layers))), layers, rebuild, has_attributes=True)
 
 
 def vars_of(value: Any) -> Mapping[str, Any]:
     """The attributes of an object that are its own, those in slots included."""
-    own = getattr(value, "__dict__", None)
+    attributes = getattr(value, "__dict__", None)
     slots = {
         name: getattr(value, name)
         for kind in type(value).__mro__
         for name in _slots_of(kind)
         if name not in ("__dict__", "__weakref__") and hasattr(value, name)
     }
-    return {**(own or {}), **slots} if slots or own is None else own
+    return {**(attributes or {}), **slots} if slots or attributes is None else attributes
 
 
 def _slots_of(kind: type) -> Sequence[str]:
@@ -181,7 +181,7 @@ def holds_tensors(value: Any) -> bool:
         seen.add(id(item))
         if isinstance(item, (torch.Tensor, PackedSequence)) or (isinstance(item, np.ndarray) and item.ndim):
             return True
-        if isinstance(item, Mapping):
+        if isinstance(item, (dict, UserDict, types.MappingProxyType)):
             left += item.values()
         elif isinstance(item, (list, tuple, set, frozenset, deque)):
             left += item
@@ -202,7 +202,7 @@ def leaves_of(value: Any, stops: Callable[[Path, Any], bool] | None = None) -> I
 def _leaves(
     value: Any, path: Path, text: str, stops: Callable[[Path, Any], bool] | None
 ) -> Iterator[tuple[Path, str, Any]]:
-    structure = None if stops is not None and stops(path, value) else structure_of(value)
+    structure = None if stops is not None and stops(path, value) else container_of(value)
     if structure is None:
         yield path, text, value
         return
@@ -224,7 +224,7 @@ def map_leaves(
         stops: as for :func:`leaves_of`.
         path: put before each path.
     """
-    structure = None if stops is not None and stops(path, value) else structure_of(value)
+    structure = None if stops is not None and stops(path, value) else container_of(value)
     if structure is None:
         return function(path, value)
     parts = [

@@ -308,3 +308,11 @@ def test_a_cache_of_a_language_model() -> None:
     for own, layer in zip(output.past_key_values.layers, expected.past_key_values.layers, strict=True):
         torch.testing.assert_close(own.keys, layer.keys)
         torch.testing.assert_close(own.values, layer.values)
+
+
+def test_specifications_of_fields() -> None:
+    record = Record(rows(3, 4), rows(4))
+    (own, _), _ = split_inputs((record,), {}, 2, (({"x": 1, "y": 0, "name": None},), None))
+    assert own[0].x.shape == (3, 2) and own[0].y.shape == (2,)
+    with pytest.raises(ValueError, match=r"no such part. Fields of dataclasses and named tuples are specified by name"):
+        split_inputs((Fields(rows(4), rows(4)),), {}, 2, (((0, None),), None))

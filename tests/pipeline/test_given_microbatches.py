@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.pipeline.microbatch import given_microbatches
+from roundpipe_fx.pipeline.given_microbatches import given_microbatches
 
 
 class Net(nn.Module):

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from roundpipe_fx.pipeline.structures import holds_tensors, leaves_of, map_leaves, structure_of
+from roundpipe_fx.pipeline.structures import container_of, holds_tensors, leaves_of, map_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ def test_objects_that_hold_tensors() -> None:
     beside.extra = x  # type: ignore[attr-defined]
     hiding = [Holder(x), SlotHolder([x]), Holder({"a": Holder(x)}), {x}, np.ones(2), pack_sequence([x]), beside]
     for value in [*hiding, torch.distributions.Normal(x, x)]:
-        assert holds_tensors(value) and structure_of(value) is None, value
+        assert holds_tensors(value) and container_of(value) is None, value
     circle = Holder(None)
     circle.value = circle
     for value in (Holder("text"), 3, None, "x", nn.Linear(2, 2), print, torch.float32, np.float64(3), circle, Holder):
