@@ -187,13 +187,14 @@ class Pipeline:
                 if not hand_over:  # to the inputs as they were before the step updated them
                     total = loss_with_gradients(total, *ready)
                 outputs = self._model_outputs(captured, finished.outputs)
+                merged = None
+                if return_outputs:  # before gradients are handed over: it may be an error
+                    parts = [map_leaves(lambda _, value: detached(value), output) for _, output in outputs]
+                    merged = merge(parts, self._splitting.outputs, weights, made.rows)
                 if self._processes is not None and captured.averaged:
                     self._processes.replication.replace_unsynchronized()
                 hand_to_autograd(*ready)
-        if not return_outputs:
-            return self._returned(total)
-        of_each_output = [map_leaves(lambda _, value: detached(value), output) for _, output in outputs]
-        return self._returned((total, merge(of_each_output, self._splitting.outputs, weights, made.rows)))
+        return self._returned((total, merged) if return_outputs else total)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs; where autograd is on, all backwards run when they are differentiated."""

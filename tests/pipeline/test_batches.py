@@ -292,8 +292,13 @@ def test_an_object_as_the_output(count: int) -> None:
     (expected,) = torch.autograd.grad(model(x).mean.square().sum(), [model.linear.weight])
     torch.testing.assert_close(model.linear.weight.grad, expected)
     if count == 2:
+        refusing = roundpipe_fx.compile(model, num_microbatches=count)
         with pytest.raises(TypeError, match="merge_output"):
-            roundpipe_fx.compile(model, num_microbatches=count)(x)
+            refusing(x)
+        model.zero_grad()
+        with pytest.raises(TypeError, match="merge_output"):
+            refusing.forward_backward(x, loss_fn=lambda output: output.mean.sum(), return_outputs=True)
+        assert model.linear.weight.grad is None
 
 
 def test_a_cache_of_a_language_model() -> None:
