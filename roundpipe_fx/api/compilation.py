@@ -414,7 +414,11 @@ def _stand_in(node: Any) -> Any:
 
 
 def _never_called(arguments: list[Any]) -> Any:
-    raise RuntimeError("the backward of a pipelined graph runs in its pipeline.")
+    raise RuntimeError(
+        "a tensor was differentiated that the forward of a pipelined model keeps somewhere and does not return: the "
+        "backward of a pipeline runs for what the model returns. Return it with the output; or add it to the loss "
+        "inside the model, or in the loss_fn of forward_backward."
+    )
 
 
 _never_called._boxed_call = True  # type: ignore[attr-defined]

@@ -105,12 +105,14 @@ def compile(
             last, ``"never"`` none. ``None``: as ``recompute`` and ``memory_budget`` say; the budget then applies per
             device.
         split_input: how inputs are split into microbatches: ``None`` (tensors that have the batch's size, which is the
-            first input's, along dimension 0; everything else is the same for each), (specs of args, specs of kwargs) as
-            of ``torch.distributed.pipelining``, or a callable ``(args, kwargs, count) -> (list of args, list of
-            kwargs)``.
+            first input's, along dimension 0, also in dicts, dataclasses and named tuples; lists by their items if there
+            is one for each sample; numbers and objects without tensors are the same for each), (specs of args, specs
+            of kwargs) as of ``torch.distributed.pipelining``, or a callable ``(args, kwargs, count) -> (list of args,
+            list of kwargs)``.
         split_label: the same for labels: a spec or a callable ``(labels, count) -> list``.
         merge_output: how outputs are put together: ``None`` (tensors are concatenated along dimension 0, losses
-            combined as ``loss_reduction`` says), specs, or a callable that gets the list.
+            combined as ``loss_reduction`` says, and what is equal in all microbatches is returned once), specs, or a
+            callable that gets the list.
         loss_reduction: how the microbatches' losses, and other outputs of one floating-point number, become the
             batch's: ``"mean"`` weighs them by rows, so that loss and gradients are those of the step without
             microbatches for a loss that is a mean over rows; ``"sum"`` is for losses that are sums, and for rows that

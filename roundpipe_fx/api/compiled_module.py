@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class CompiledModule(nn.Module):
         return_outputs: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
         synchronize: bool = True,
+        microbatches: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run forward and backward of all microbatches, as scheduled, and add to the parameters' ``.grad``.
@@ -79,6 +80,9 @@ class CompiledModule(nn.Module):
             synchronize: whether to wait for all updates. If not, the next step or call waits for each stage's
                 parameters before it reads them; whoever else reads them, or writes to them, must first call
                 :meth:`synchronize`. ``state_dict`` of the model and of the optimizer do.
+            microbatches: the batch, split already, instead of ``args``, ``kwargs`` and ``labels``: for each microbatch
+                a dict of the model's keyword arguments (and ``labels``), or a tuple of its positional ones. There may
+                be fewer than the model is compiled for. The mean weighs each by the rows of its first tensor.
             **kwargs: for the model; split into microbatches. RoundPipe's ``input_args=``, ``input_kwargs=`` and
                 ``label=`` are taken as there, unless the model's own ``forward`` takes them.
 
@@ -89,14 +93,22 @@ class CompiledModule(nn.Module):
         Raises:
             ValueError: batch sizes differ, or the loss is not one number that can be differentiated, or
                 ``fully_shard`` shards the model.
-            TypeError: ``optimizer`` is none, or its step requires a closure.
+            TypeError: ``optimizer`` is none, or its step requires a closure; or an object among inputs, labels or
+                outputs holds tensors, and no option tells how to split or merge it.
             RuntimeError: the model was compiled without ``devices``, ``num_microbatches``, ``schedule`` and
                 ``checkpoint``; or autograd is off; or DistributedDataParallel wraps a module of which the model is a
                 part, and would not average; or the model that it wraps has hooks itself.
         """
         state = self._state_of_roundpipe_fx
         args, kwargs, labels = in_our_names(state.original.forward, args, kwargs, labels)
-        return state.forward_backward(self, args, kwargs, labels, loss_fn, return_outputs, optimizer, synchronize)
+        if microbatches is not None and (args or kwargs or labels is not None):
+            raise TypeError(
+                "forward_backward was given microbatches and other inputs: all inputs of a microbatch, and its labels, "
+                "belong to its dict in microbatches=[{…}, {…}]."
+            )
+        return state.forward_backward(
+            self, args, kwargs, labels, loss_fn, return_outputs, optimizer, synchronize, microbatches
+        )
 
     @property
     def plan(self) -> Plan:

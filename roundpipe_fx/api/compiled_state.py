@@ -233,6 +233,7 @@ class CompiledState:
         return_outputs: bool,
         optimizer: torch.optim.Optimizer | None = None,
         synchronize: bool = True,
+        microbatches: Sequence[Any] | None = None,
     ) -> Any:
         """See :meth:`roundpipe_fx.CompiledModule.forward_backward`; ``model`` is the compiled model."""
         if optimizer is not None:
@@ -249,7 +250,7 @@ class CompiledState:
             assert self._pipeline is not None  # recreated when it is replanned
             within = optimizer if hand_over else None
             return self._pipeline.forward_backward(
-                args, kwargs, labels, loss_fn, return_outputs, hand_over, within, synchronize
+                args, kwargs, labels, loss_fn, return_outputs, hand_over, within, synchronize, microbatches
             )
 
         parallel = data_parallel_around(model, self)

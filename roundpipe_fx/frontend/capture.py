@@ -20,6 +20,7 @@ from roundpipe_fx.frontend.backward_autocast import full_precision_product, warn
 from roundpipe_fx.frontend.data_assignments import copy_assigned_data
 from roundpipe_fx.frontend.eager_graph import eager_graph
 from roundpipe_fx.frontend.invalid_backward import InvalidBackwardError, is_of_backward, warn_of_invalid_backward
+from roundpipe_fx.frontend.loss_mark import detach_all_but_loss
 from roundpipe_fx.frontend.opaque_backward import OpaqueCall, opaque_backwards
 from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
 from roundpipe_fx.frontend.shared_memory import (
@@ -70,6 +71,7 @@ def prepare(module: fx.GraphModule) -> None:
     Raises:
         RecomputeDataError: the model calls ``save_for_recompute`` in a way that is not allowed.
     """
+    detach_all_but_loss(module)
     mark_checkpoints(module)
     torch_private.spell_out_lstm(module)
     keep_resolved_random_branches(module)

@@ -12,8 +12,8 @@ from torch import fx
 
 from roundpipe_fx.ir.collectives import collective_name, group_of, is_collective
 from roundpipe_fx.pipeline.graph import PipelinedGraph
+from roundpipe_fx.pipeline.structures import leaves_of
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source
-from roundpipe_fx.torch_private import tree_flatten, tree_leaves
 
 __all__ = ["batch_text", "collectives_text", "gradients_text", "graph_text", "shapes_text"]
 
@@ -26,13 +26,15 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 def batch_text(batch: Any) -> str:
     """Structure, shapes and values of a step's inputs, except what tensors hold."""
-    leaves, tree = tree_flatten(batch)
-    return f"{tree}: " + ", ".join(_tensor(leaf) if isinstance(leaf, torch.Tensor) else _value(leaf) for leaf in leaves)
+    return ", ".join(
+        f"{text}: {_tensor(leaf) if isinstance(leaf, torch.Tensor) else _value(leaf)}"
+        for _, text, leaf in leaves_of(batch)
+    )
 
 
 def shapes_text(batch: Any) -> str:
     """Shapes of the tensors among a step's inputs."""
-    return ", ".join(_tensor(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    return ", ".join(_tensor(leaf) for _, _, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
 
 
 def _tensor(leaf: torch.Tensor) -> str:

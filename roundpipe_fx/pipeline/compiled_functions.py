@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_fx.frontend.loss_mark import mark_loss
 from roundpipe_fx.pipeline.graph import PipelinedGraph
 from roundpipe_fx.torch_private import tree_map
 
@@ -44,8 +45,12 @@ def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _loss(loss_fn: Any, labelled: bool, output: Any, label: Any) -> Any:
     if loss_fn is not None:
-        return loss_fn(output, label) if labelled else loss_fn(output)
-    return output if isinstance(output, torch.Tensor) else output[0] if isinstance(output, tuple) else output.loss
+        loss = loss_fn(output, label) if labelled else loss_fn(output)
+    elif isinstance(output, torch.Tensor):
+        loss = output
+    else:
+        loss = output[0] if isinstance(output, tuple) else output.loss
+    return mark_loss(loss) if isinstance(loss, torch.Tensor) else loss
 
 
 def detached(value: Any) -> Any:

@@ -1,23 +1,34 @@
 """Microbatches: splits a batch along its batch dimension, and merges outputs.
 
 Without a specification every tensor of the batch's size is split along dimension 0; numbers, ``None``, zero-dimensional
-tensors and everything else are the same for every microbatch. Specifications are those of
-``torch.distributed.pipelining``: a tree like the value's, or a prefix of it, of ``TensorChunkSpec(dim)`` (or just the
-``int``) and ``_Replicate`` (or just ``None``); in outputs also a reducer like ``sum_reducer``. A callable does
-everything itself, as in RoundPipe.
+tensors and objects without tensors are the same for every microbatch. Mappings, dataclasses and what else
+:mod:`roundpipe_fx.pipeline.structures` can take apart is split part by part; a list may have an item for each sample.
+What is not understood is an error. Specifications are those of ``torch.distributed.pipelining``: a tree like the
+value's, or a prefix of it, of ``TensorChunkSpec(dim)`` (or just the ``int``) and ``_Replicate`` (or just ``None``); in
+outputs also a reducer like ``sum_reducer``. A callable does everything itself, as in RoundPipe.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from roundpipe_fx.torch_private import is_replicate_spec, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
+from roundpipe_fx.pipeline.batch_leaves import (
+    SPLIT_INPUT,
+    SPLIT_LABEL,
+    BatchLeaf,
+    BatchTree,
+    batch_leaves,
+    of_the_batch,
+    trees_of_inputs,
+)
+from roundpipe_fx.pipeline.merging import merge, weighted_sum
+from roundpipe_fx.pipeline.offsets import check_offsets
+from roundpipe_fx.pipeline.structures import container_of, leaves_of, map_leaves
 
 __all__ = [
     "SplitTensor",
@@ -33,7 +44,13 @@ __all__ = [
 
 
 def split_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], count: int, spec: Any = None
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    count: int,
+    spec: Any = None,
+    names: Sequence[str] = (),
+    labels: Any = None,
+    labels_spec: Any = None,
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """(args, kwargs) of each microbatch.
 
@@ -41,14 +58,19 @@ def split_inputs(
         args: positional inputs, any tree.
         kwargs: keyword inputs, any tree.
         count: how many microbatches. A batch that is not divisible gives some that are one larger; one that is smaller
-            than ``count`` gives fewer, with a warning.
+            than ``count`` gives fewer, with a warning. One microbatch gets everything as it is.
         spec: ``None``; (spec of args, spec of kwargs), where ``None`` means the convention; or a callable
             ``(args, kwargs, count) -> (list of args, list of kwargs)``.
+        names: of positional inputs, for messages.
+        labels: what is split beside them; it may tell how many samples there are.
+        labels_spec: by which it is split.
 
     Raises:
-        ValueError: inputs have different batch sizes (the message names two), or none has one. If the spec gives a
-            dimension for both, one may be a multiple of the other: rows of tokens, flattened.
-        TypeError: the callable's result is not a pair of lists.
+        ValueError: inputs have different batch sizes (the message names two), or none has one, or a list may have an
+            item for each sample or not. If the spec gives a dimension for both, one may be a multiple of the other:
+            rows of tokens, flattened.
+        TypeError: the callable's result is not a pair of lists; or an object holds tensors, and nothing tells how to
+            split it.
     """
     if callable(spec):
         try:
@@ -61,36 +83,52 @@ def split_inputs(
                 "each for every microbatch."
             )
         return [(tuple(a), dict(k)) for a, k in zip(split_args, split_kwargs, strict=True)]
-    args_spec, kwargs_spec = (None, None) if spec is None else spec
-    args_leaves = _leaves(args, args_spec, "args")
-    kwargs_leaves = _leaves(kwargs, kwargs_spec, "")
-    pieces = _split(_of_the_batch([*args_leaves, *kwargs_leaves], warn=True), count, _INPUTS)
-    (_, args_tree), (_, kwargs_tree) = tree_flatten_with_path(args), tree_flatten_with_path(kwargs)
+    if count == 1:
+        return [(args, kwargs)]
+    trees = trees_of_inputs(args, kwargs, spec, names)
+    beside = [] if callable(labels_spec) else [BatchTree(labels, labels_spec, "labels", option=SPLIT_LABEL)]
+    of_args, of_kwargs = batch_leaves(trees, beside)
+    leaves = of_the_batch([*of_args, *of_kwargs], warn=True)
+    check_offsets([(leaf.full_label, leaf.value, leaf.dim is not None) for leaf in leaves if not leaf.specified])
+    pieces = _split(leaves, count, SPLIT_INPUT)
     return [
-        (tree_unflatten(piece[: len(args_leaves)], args_tree), tree_unflatten(piece[len(args_leaves) :], kwargs_tree))
+        (_piece(args, of_args, piece[: len(of_args)]), _piece(kwargs, of_kwargs, piece[len(of_args) :]))
         for piece in pieces
     ]
 
 
-def split_labels(labels: Any, count: int, spec: Any = None) -> list[Any]:
+def _piece(value: Any, leaves: Sequence[BatchLeaf], parts: Sequence[Any]) -> Any:
+    """A value with parts of its leaves in their place."""
+    by_path = {leaf.path: part for leaf, part in zip(leaves, parts, strict=True)}
+    return map_leaves(lambda path, _: by_path[path], value, lambda path, _: path in by_path)
+
+
+def split_labels(
+    labels: Any, count: int, spec: Any = None, inputs: tuple[Any, Any] = ((), {}), inputs_spec: Any = None
+) -> list[Any]:
     """Labels of each microbatch.
 
     Args:
         labels: any tree.
         count: into how many the inputs were split.
         spec: ``None``, a spec, or a callable ``(labels, count) -> list``.
+        inputs: (args, kwargs) of the batch, which may tell how many samples there are.
+        inputs_spec: by which they were split.
 
     Raises:
         ValueError: they cannot be split into as many microbatches as the inputs.
+        TypeError: they are or have an object that holds tensors, and nothing tells how to split it.
     """
     if callable(spec):
         pieces = list(spec(labels, count))
+    elif count == 1:
+        return [labels]
     else:
-        leaves = _leaves(labels, spec, "labels")
-        _, tree = tree_flatten_with_path(labels)
+        beside = [] if callable(inputs_spec) else trees_of_inputs(*inputs, inputs_spec)
+        (leaves,) = batch_leaves([BatchTree(labels, spec, "labels", option=SPLIT_LABEL)], beside)
         if not any(leaf.dim is not None for leaf in leaves):
             return [labels] * count
-        pieces = [tree_unflatten(piece, tree) for piece in _split(leaves, count, _LABELS)]
+        pieces = [_piece(labels, leaves, piece) for piece in _split(leaves, count, SPLIT_LABEL)]
     if len(pieces) != count:
         raise ValueError(f"labels were split into {len(pieces)} microbatches, but the inputs into {count}.")
     return pieces
@@ -121,12 +159,26 @@ def split_tensors(value: Any, pieces: Sequence[Any], spec: Any = None) -> list[S
     """
     if callable(spec) or len(pieces) < 2:
         return []
-    columns = zip(*map(tree_leaves, pieces), strict=True)
     return [
-        SplitTensor(leaf.value, leaf.dim, parts)
-        for leaf, parts in zip(_leaves(value, spec, ""), columns, strict=True)
-        if leaf.dim is not None and leaf.value.requires_grad and parts[0] is not leaf.value
+        SplitTensor(whole, _split_dim(whole, parts[0]), parts)
+        for whole, parts in _split_parts(value, pieces)
+        if isinstance(whole, torch.Tensor) and whole.requires_grad
     ]
+
+
+def _split_parts(value: Any, pieces: Sequence[Any]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Tensors that were split, and lists that were split by their items, with their parts."""
+    structure, of_pieces = container_of(value), [container_of(piece) for piece in pieces]
+    if structure is None or any(part is None or part.keys != structure.keys for part in of_pieces):
+        if pieces[0] is not value:
+            yield value, tuple(pieces)
+        return
+    for index, part in enumerate(structure.parts):
+        yield from _split_parts(part, [of_piece.parts[index] for of_piece in of_pieces if of_piece is not None])
+
+
+def _split_dim(whole: torch.Tensor, part: torch.Tensor) -> int:
+    return next((dim for dim, size in enumerate(whole.shape) if part.shape[dim] != size), 0)
 
 
 def sizes_differ(pieces: Sequence[Any]) -> bool:
@@ -135,7 +187,7 @@ def sizes_differ(pieces: Sequence[Any]) -> bool:
     Args:
         pieces: of each microbatch, any tree.
     """
-    shapes = ([value.shape for value in tree_leaves(piece) if isinstance(value, torch.Tensor)] for piece in pieces)
+    shapes = ([leaf.shape for _, _, leaf in leaves_of(piece) if isinstance(leaf, torch.Tensor)] for piece in pieces)
     first = next(shapes, None)
     return any(of_piece != first for of_piece in shapes)
 
@@ -143,8 +195,8 @@ def sizes_differ(pieces: Sequence[Any]) -> bool:
 def row_counts(
     args: tuple[Any, ...], kwargs: dict[str, Any], pieces: Sequence[tuple[Any, Any]], spec: Any = None
 ) -> list[int]:
-    """Number of rows of each microbatch: those of the first tensor that was split; with a callable, of the first
-    tensor.
+    """Number of rows of each microbatch: those of the first tensor that was split, or of a list with an item for each
+    sample; with a callable, of the first tensor.
 
     Args:
         args: positional inputs.
@@ -153,14 +205,21 @@ def row_counts(
         spec: by which they were split.
     """
     if callable(spec):
-        firsts = [
-            next((v for v in tree_leaves(piece) if isinstance(v, torch.Tensor) and v.dim()), None) for piece in pieces
-        ]
-        return [1 if first is None else first.shape[0] for first in firsts]
-    args_spec, kwargs_spec = (None, None) if spec is None else spec
-    leaves = _of_the_batch([*_leaves(args, args_spec, "args"), *_leaves(kwargs, kwargs_spec, "")])
-    place, dim = next((index, leaf.dim) for index, leaf in enumerate(leaves) if leaf.dim is not None)
-    return [tree_leaves(piece)[place].shape[dim] for piece in pieces]
+        return [_rows_of(piece) for piece in pieces]
+    if len(pieces) > 1:
+        whole, parts = next(_split_parts((args, kwargs), [tuple(piece) for piece in pieces]))
+        if not isinstance(whole, torch.Tensor):
+            return [len(part) for part in parts]
+        return [part.shape[_split_dim(whole, parts[0])] for part in parts]
+    of_args, of_kwargs = batch_leaves(trees_of_inputs(args, kwargs, spec), [])
+    leaves = of_the_batch([*of_args, *of_kwargs])
+    return [next((leaf.rows for leaf in leaves if leaf.dim is not None), 1)]
+
+
+def _rows_of(piece: Any) -> int:
+    tensors = (leaf for _, _, leaf in leaves_of(piece) if isinstance(leaf, torch.Tensor) and leaf.dim())
+    first = next(tensors, None)
+    return 1 if first is None else first.shape[0]
 
 
 def check_batch_sizes(
@@ -171,240 +230,16 @@ def check_batch_sizes(
     Raises:
         ValueError: they do not.
     """
-    if callable(inputs_spec) or callable(labels_spec) or (inputs_spec is None) != (labels_spec is None):
+    if callable(inputs_spec) or callable(labels_spec) or (inputs_spec is None) != (labels_spec is None) or count == 1:
         return
-    args_spec, kwargs_spec = (None, None) if inputs_spec is None else inputs_spec
-    inputs = _of_the_batch([*_leaves(args, args_spec, "args"), *_leaves(kwargs, kwargs_spec, "")])
-    of_labels = _leaves(labels, labels_spec, "labels")
-    _size([*inputs, *of_labels], count, _INPUTS if inputs_spec is None else _LABELS)
+    trees = trees_of_inputs(args, kwargs, inputs_spec)
+    of_labels = BatchTree(labels, labels_spec, "labels", option=SPLIT_LABEL)
+    inputs = [leaf for leaves in batch_leaves(trees, [of_labels]) for leaf in leaves]
+    (leaves,) = batch_leaves([of_labels], trees)
+    _size([*of_the_batch(inputs), *leaves], count, SPLIT_INPUT if inputs_spec is None else SPLIT_LABEL)
 
 
-def merge(outputs: Sequence[Any], spec: Any = None, weights: Sequence[float] | None = None) -> Any:
-    """Outputs of all microbatches as one.
-
-    Args:
-        outputs: trees of the same structure, in order.
-        spec: ``None``: tensors are concatenated along dimension 0, zero-dimensional ones summed, and everything else is
-            the first microbatch's; a spec; or a callable that gets the list.
-        weights: of each microbatch's losses, the zero-dimensional tensors of floating-point numbers; ``None``: one.
-
-    Raises:
-        TypeError: an output is a dataclass that PyTorch cannot take apart.
-        ValueError: the microbatches' outputs have different structures.
-    """
-    if callable(spec) and not hasattr(spec, "reduce_fn"):
-        return spec(list(outputs))
-    flat = [tree_flatten_with_path(output) for output in outputs]
-    trees = {str(tree) for _, tree in flat}
-    if len(trees) > 1:
-        raise ValueError(f"microbatches returned outputs of different structures: {' and '.join(sorted(trees)[:2])}.")
-    (first, tree), specs = flat[0], _spread(spec, outputs[0])
-    merged = []
-    for index, (path, _) in enumerate(first):
-        merged.append(_merged([leaves[index][1] for leaves, _ in flat], specs.get(path, _CONVENTION), weights, path))
-    return tree_unflatten(merged, tree)
-
-
-_CONVENTION = object()
-
-
-def _check_no_tensors_inside(value: Any, path: Any) -> None:
-    """An object that PyTorch cannot look into would be the first microbatch's, and cut off from the backward."""
-    if not is_dataclass(value):
-        return
-    if any(isinstance(leaf, torch.Tensor) for name in fields(value) for leaf in tree_leaves(getattr(value, name.name))):
-        where = f"output{keystr(path)}"
-        raise TypeError(
-            f"the model returns a dataclass with tensors, {type(value).__name__} ({where}), which PyTorch cannot take "
-            "apart, so the microbatches' outputs cannot be put together. Return a tuple, a dict or a named tuple, or "
-            "register the class once with torch.utils._pytree.register_dataclass."
-        )
-
-
-def _merged(values: list[Any], spec: Any, weights: Sequence[float] | None, path: Any) -> Any:
-    if hasattr(spec, "reduce_fn"):
-        total = spec.init_value
-        for value in values:
-            total = spec.reduce_fn(total, value)
-        return total
-    if spec is _CONVENTION:
-        if not isinstance(values[0], torch.Tensor):
-            _check_no_tensors_inside(values[0], path)
-            return values[0]
-        if not values[0].dim():
-            exact = not (values[0].is_floating_point() or values[0].is_complex())
-            return weighted_sum(values, None if exact else weights)
-        spec = 0
-    if spec is False:
-        raise TypeError("merge_output=False: merge_output=list gives the list of what the microbatches return.")
-    dim = _dim(spec)
-    if dim is None:
-        return values[0]
-    if len(values) == 1:
-        return values[0]
-    whole = _whole(values, dim)
-    return torch.cat(values, dim) if whole is None else whole
-
-
-def _whole(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
-    """The tensor that was split into these parts, which share its storage: outputs that are inputs, or views of them.
-
-    As without microbatches, they take no memory of their own.
-    """
-    first = parts[0]
-    if any(type(part) is not torch.Tensor or part.layout is not torch.strided or part.is_meta for part in parts):
-        return None
-    if any(part.is_conj() or part.is_neg() or part.dtype != first.dtype for part in parts):
-        return None
-    shape, offset = list(first.shape), first.storage_offset()
-    dim, shape[dim] = dim % len(shape), 0
-    counts = [index == dim or size > 1 for index, size in enumerate(first.shape)]  # strides of one row say nothing
-    for part in parts:
-        if part.untyped_storage()._cdata != first.untyped_storage()._cdata or part.storage_offset() != offset:
-            return None
-        if [*part.shape[:dim], *part.shape[dim + 1 :]] != [*shape[:dim], *shape[dim + 1 :]]:
-            return None
-        if any(
-            of_part != of_first
-            for of_part, of_first, is_read in zip(part.stride(), first.stride(), counts, strict=True)
-            if is_read
-        ):
-            return None
-        offset += part.shape[dim] * part.stride(dim)
-        shape[dim] += part.shape[dim]
-    base = first._base
-    if (
-        base is not None
-        and all(part._base is base for part in parts)
-        and (
-            list(base.shape) == shape
-            and base.stride() == first.stride()
-            and base.storage_offset() == first.storage_offset()
-            and base.dtype == first.dtype
-        )
-    ):
-        return base
-    if any(part.requires_grad for part in parts):
-        return None
-    return first.as_strided(shape, first.stride(), first.storage_offset())
-
-
-def weighted_sum(values: Sequence[torch.Tensor], weights: Sequence[float] | None) -> torch.Tensor:
-    """The sum of values, each times its weight; one value is returned as it is.
-
-    Args:
-        values: at least one.
-        weights: ``None``: one each.
-    """
-    if weights is None or len(values) == 1:
-        weights = [1.0] * len(values)
-    total = values[0] if weights[0] == 1.0 else values[0] * weights[0]
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        total = total + value if weight == 1.0 else torch.add(total, value, alpha=weight)
-    return total
-
-
-class _Leaf(NamedTuple):
-    """A leaf of the tree that is split.
-
-    Attributes:
-        label: its name for the user.
-        value: it.
-        dim: dimension to split along; ``None``: the same for all.
-        specified: whether a specification says so.
-    """
-
-    label: str
-    value: Any
-    dim: int | None
-    specified: bool
-
-
-_INPUTS = "split_input=(specs of args, specs of kwargs)"
-_LABELS = "split_label=a spec"
-
-
-def _leaves(value: Any, spec: Any, name: str) -> list[_Leaf]:
-    """Every leaf, with how it is split."""
-    specs = _spread(spec, value)
-    leaves = []
-    for path, leaf in tree_flatten_with_path(value)[0]:
-        asked = specs.get(path, _CONVENTION)
-        by_convention = 0 if isinstance(leaf, torch.Tensor) and leaf.dim() else None
-        dim = by_convention if asked is _CONVENTION else _dim(asked)
-        where = keystr(path)
-        label = f"{name}{where}" if name else where.removeprefix("['").replace("']", "", 1)
-        if dim is not None and (not isinstance(leaf, torch.Tensor) or not -leaf.dim() <= dim < leaf.dim()):
-            kind = f"tensor of {leaf.dim()} dimensions" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-            raise ValueError(f"{label} cannot be split along dimension {dim}: it is a {kind}.")
-        leaves.append(_Leaf(label, leaf, dim, asked is not _CONVENTION))
-    return leaves
-
-
-def _of_the_batch(leaves: list[_Leaf], warn: bool = False) -> list[_Leaf]:
-    """By convention an input whose size differs from the batch's, and that no other input shares, is the same for each.
-
-    The batch's size is that of the inputs that are specified to be split, or of the first input that has more than one
-    row. Sizes that several inputs share are a mistake, which :func:`_size` reports.
-
-    Args:
-        leaves: the inputs.
-        warn: whether to warn if only the order of the inputs determines which one is the batch.
-    """
-    split = [leaf for leaf in leaves if leaf.dim is not None]
-    sizes = Counter(leaf.value.shape[leaf.dim] for leaf in split)
-    if len(sizes) < 2:
-        return leaves
-    candidates = [leaf for leaf in split if leaf.specified] or [leaf for leaf in split if leaf.value.shape[0] != 1]
-    batch = candidates[0].value.shape[candidates[0].dim]
-    leaves_of_batch = []
-    for leaf in leaves:
-        if leaf.dim is not None and not leaf.specified:
-            size = leaf.value.shape[leaf.dim]
-            if size != batch and (size == 1 or sizes[size] == 1):
-                if warn and size != 1 and sizes[batch] == 1 and not candidates[0].specified:
-                    warnings.warn(
-                        f"roundpipe_fx: {candidates[0].label} has {batch} rows and {leaf.label} {size}; the first is "
-                        f"taken to be the batch, and {leaf.label} is the same for every microbatch. {_INPUTS} says "
-                        "what is split.",
-                        stacklevel=5,
-                    )
-                leaf = leaf._replace(dim=None)
-        leaves_of_batch.append(leaf)
-    return leaves_of_batch
-
-
-def _spread(spec: Any, value: Any) -> dict[Any, Any]:
-    """The spec expanded to every leaf."""
-    if spec is None:
-        return {}
-    is_spec = lambda item: item is None or _is_spec(item)  # noqa: E731
-    specs = tree_flatten_with_path(spec, is_leaf=is_spec)[0]
-    spread = {}
-    for path, _ in tree_flatten_with_path(value)[0]:
-        above = [item for place, item in specs if path[: len(place)] == place]
-        if above:
-            spread[path] = above[0]
-    return spread
-
-
-def _is_spec(item: Any) -> bool:
-    return isinstance(item, int) or hasattr(item, "split_dim") or hasattr(item, "reduce_fn") or is_replicate_spec(item)
-
-
-def _dim(spec: Any) -> int | None:
-    if spec is None or is_replicate_spec(spec):
-        return None
-    dim = getattr(spec, "split_dim", spec)
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(
-            f"{spec!r} does not say how to split: give a dimension (int), None to replicate, or torch.distributed."
-            "pipelining's TensorChunkSpec and _Replicate."
-        )
-    return dim
-
-
-def _size(leaves: Sequence[_Leaf], count: int, option: str) -> int:
+def _size(leaves: Sequence[BatchLeaf], count: int, option: str) -> int:
     """The batch size, the least where they may differ.
 
     Args:
@@ -415,7 +250,7 @@ def _size(leaves: Sequence[_Leaf], count: int, option: str) -> int:
     split = [leaf for leaf in leaves if leaf.dim is not None]
     if not split:
         raise ValueError("no input is a tensor with a batch dimension, so there is nothing to split into microbatches.")
-    sizes = [int(leaf.value.shape[leaf.dim]) for leaf in split]
+    sizes = [leaf.rows for leaf in split]
     first, least = split[0], min(sizes)
     for leaf, size in zip(split, sizes, strict=True):
         if not size:
@@ -438,15 +273,12 @@ def _size(leaves: Sequence[_Leaf], count: int, option: str) -> int:
     return least
 
 
-def _split(leaves: Sequence[_Leaf], count: int, option: str) -> list[list[Any]]:
+def _split(leaves: Sequence[BatchLeaf], count: int, option: str) -> list[list[Any]]:
     size = _size(leaves, count, option)
     if size < count:
         warnings.warn(
             f"roundpipe_fx: a batch of {size} cannot be split into {count} microbatches; using {size}.", stacklevel=4
         )
         count = size
-    columns = [
-        list(leaf.value.tensor_split(count, leaf.dim)) if leaf.dim is not None and count > 1 else [leaf.value] * count
-        for leaf in leaves
-    ]
+    columns = [leaf.split(count) if count > 1 else [leaf.value] for leaf in leaves]
     return [[column[index] for column in columns] for index in range(count)]

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_fx.pipeline.structures import map_leaves
 from roundpipe_fx.runtime.host_buffers import allocating_on_host
 from roundpipe_fx.runtime.pinned_memory import pinned_copy
-from roundpipe_fx.torch_private import inner_tensors, tree_map
+from roundpipe_fx.torch_private import inner_tensors
 
 __all__ = ["Offloaded", "offloaded", "tensors_of"]
 
@@ -117,11 +118,11 @@ class Offloaded:
 
     def to_device(self, inputs: Any) -> Any:
         """Inputs, with all tensors on the device."""
-        return tree_map(lambda v: v.to(self.device) if isinstance(v, torch.Tensor) else v, inputs)
+        return map_leaves(lambda _, v: v.to(self.device) if isinstance(v, torch.Tensor) else v, inputs)
 
     def to_host(self, outputs: Any) -> Any:
         """Outputs, with all tensors on the host; it waits for them."""
-        return tree_map(lambda v: v.cpu() if isinstance(v, torch.Tensor) else v, outputs)
+        return map_leaves(lambda _, v: v.cpu() if isinstance(v, torch.Tensor) else v, outputs)
 
     def pin(self) -> None:
         """Pin the memory of tensors that use all of it: copies from there overlap with the device's work.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,10 @@ from roundpipe_fx.pipeline.captured_calls import CapturedCalls, capture_calls, c
 from roundpipe_fx.pipeline.compiled_functions import detached, functions_of, loss_output
 from roundpipe_fx.pipeline.cumulative_batch_norm import cumulative
 from roundpipe_fx.pipeline.deferred_batch_norm import deferred, tensors_of_sums
+from roundpipe_fx.pipeline.given_microbatches import given_microbatches
 from roundpipe_fx.pipeline.gradients import gather, hand_to_autograd, loss_with_gradients, receivers_of
 from roundpipe_fx.pipeline.gradients_of_loss import gradients_of_loss
+from roundpipe_fx.pipeline.kept_results import KeptResults
 from roundpipe_fx.pipeline.microbatch import (
     SplitTensor,
     check_batch_sizes,
@@ -42,6 +45,7 @@ from roundpipe_fx.pipeline.over_processes import ProcessPipeline
 from roundpipe_fx.pipeline.pytorch_stages import TracedStep
 from roundpipe_fx.pipeline.scheduled import Scheduled, scheduled_run
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState
+from roundpipe_fx.pipeline.structures import map_leaves
 from roundpipe_fx.pipeline.through_autograd import through_autograd
 from roundpipe_fx.pipeline.updating import updating
 from roundpipe_fx.runtime import random_streams
@@ -51,7 +55,6 @@ from roundpipe_fx.runtime.pipeline_run import Finished, joined_spans, run_pipeli
 from roundpipe_fx.runtime.stage_updates import StepUpdates
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import ActionKind
-from roundpipe_fx.torch_private import tree_map
 
 __all__ = ["Pipeline", "Splitting"]
 
@@ -74,6 +77,23 @@ class Splitting:
     inputs: Any = None
     labels: Any = None
     outputs: Any = None
+
+
+@dataclass(frozen=True)
+class _StepCalls:
+    """The calls of a step.
+
+    Attributes:
+        calls: one for each microbatch.
+        splits: what was split into their inputs.
+        weights: of each microbatch's loss.
+        rows: of each microbatch.
+    """
+
+    calls: list[functools.partial[Any]]
+    splits: list[SplitTensor]
+    weights: list[float]
+    rows: list[int]
 
 
 class Pipeline:
@@ -109,6 +129,8 @@ class Pipeline:
         self._schedules: dict[Any, Scheduled] = {}
         self._lock = torch_private.ForkedLock()
         self._alive = CallsAlive()
+        self._names = _positional_names(model)
+        self._kept = KeptResults(model)
 
     def _compiled(self) -> dict[str, Callable[..., Any]]:
         return {kind: self._compile_function(function) for kind, function in functions_of(self._model).items()}
@@ -123,6 +145,7 @@ class Pipeline:
         hand_over: bool = True,
         optimizer: torch.optim.Optimizer | None = None,
         synchronize: bool = True,
+        microbatches: Sequence[Any] | None = None,
     ) -> Any:
         """See :meth:`roundpipe_fx.CompiledModule.forward_backward`.
 
@@ -136,6 +159,7 @@ class Pipeline:
                 differentiated.
             optimizer: steps within this step.
             synchronize: whether to wait for its updates.
+            microbatches: the batch, split by the caller; ``None``: it is to be split.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(
@@ -143,10 +167,12 @@ class Pipeline:
             )
         kind = "outputs" if return_outputs else "loss"
         with self._lock, self._batch_norm():
-            args, kwargs, labels = self._placed((args, kwargs, labels), loss_fn)
-            captured, splits, weights = self._captured(
-                lambda: self._calls_of_step(args, kwargs, labels, loss_fn, kind), (args, kwargs, labels, loss_fn, kind)
+            args, kwargs, labels, microbatches = self._placed((args, kwargs, labels, microbatches), loss_fn)
+            captured, made, weights = self._captured(
+                lambda: self._calls_of_step(args, kwargs, labels, loss_fn, kind, microbatches),
+                (args, kwargs, labels, loss_fn, kind, microbatches),
             )
+            splits = made.splits
             receivers = receivers_of(captured.primals, splits, self._sharded())
             losses = [loss_output(graph, loss_fn) for graph in captured.graphs]
             of_each = zip(captured.graphs, losses, captured.primals, weights, strict=True)
@@ -162,13 +188,14 @@ class Pipeline:
                 if not hand_over:  # to the inputs as they were before the step updated them
                     total = loss_with_gradients(total, *ready)
                 outputs = self._model_outputs(captured, finished.outputs)
+                merged = None
+                if return_outputs:  # before gradients are handed over: it may be an error
+                    parts = [map_leaves(lambda _, value: detached(value), output) for _, output in outputs]
+                    merged = merge(parts, self._splitting.outputs, weights, made.rows)
                 if self._processes is not None and captured.averaged:
                     self._processes.replication.replace_unsynchronized()
                 hand_to_autograd(*ready)
-        if not return_outputs:
-            return self._returned(total)
-        merged = merge([tree_map(detached, output) for _, output in outputs], self._splitting.outputs, weights)
-        return self._returned((total, merged))
+        return self._returned((total, merged) if return_outputs else total)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs; where autograd is on, all backwards run when they are differentiated."""
@@ -176,55 +203,56 @@ class Pipeline:
             args, kwargs = self._placed((args, kwargs))
             make = functools.partial(self._calls_of_model, args, kwargs)
             try:
-                captured, splits, weights = self._captured(make, (args, kwargs), forwards_before_backwards=True)
+                captured, made, weights = self._captured(make, (args, kwargs), forwards_before_backwards=True)
             except NothingCompiled as uncomputed:
                 self._optimized.updates.synchronize()
-                calls, _, weights = make()
-                outputs = [uncomputed.output, *(call() for call in calls[1:])]
-                return self._returned(merge(outputs, self._splitting.outputs, weights))
+                made = make()
+                outputs = [uncomputed.output, *(call() for call in made.calls[1:])]
+                return self._returned(merge(outputs, self._splitting.outputs, made.weights, made.rows))
             training = any(program.tangents for program in captured.programs)
             if not training:
                 finished = self._run(captured, [[] for _ in captured.programs], (ActionKind.FORWARD,), [])
                 outputs = self._model_outputs(captured, finished.outputs)
-                return self._returned(merge(outputs, self._splitting.outputs, weights))
+                return self._returned(merge(outputs, self._splitting.outputs, weights, made.rows))
             run = functools.partial(self._run_part, captured)
             if self._processes is not None:
                 self._processes.refuse_backward_elsewhere(self._scheduled(captured, None))
-            results, of_outputs = through_autograd(captured, splits, run, self._alive, self._sharded())
+            results, of_outputs = through_autograd(captured, made.splits, run, self._alive, self._sharded())
             outputs = self._model_outputs(captured, results, of_outputs)
-        return self._returned(merge(outputs, self._splitting.outputs, weights))
+        return self._returned(merge(outputs, self._splitting.outputs, weights, made.rows))
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedStep:
         """Compile without running anything: for forward_backward if there are ``labels`` or a ``loss_fn``, else for a
         call."""
         made: list[functools.partial[Any]] = []
 
-        def noted(calls: tuple[list[functools.partial[Any]], list[SplitTensor], list[float]]) -> Any:
-            made[:] = calls[0]  # of the last time: what was known to this rank alone is prepared again
+        def noted(calls: _StepCalls) -> _StepCalls:
+            made[:] = calls.calls  # of the last time: what was known to this rank alone is prepared again
             return calls
 
         loss_fn = kwargs.get("loss_fn")
         with self._lock, self._batch_norm():
             args, kwargs = self._placed((args, kwargs), loss_fn)
-            labels = kwargs.get("labels")
+            labels, microbatches = kwargs.get("labels"), kwargs.get("microbatches")
             batch = (args, kwargs)
-            if labels is None and loss_fn is None:
+            if labels is None and loss_fn is None and microbatches is None:
                 make = lambda: noted(self._calls_of_model(args, kwargs))  # noqa: E731
                 captured, *_ = self._captured(make, batch, forwards_before_backwards=True, runs=False)
                 return TracedStep(captured, self._scheduled(captured, None).instructions, *made[0].args)
-            inputs = {name: value for name, value in kwargs.items() if name not in ("labels", "loss_fn")}
-            make = lambda: noted(self._calls_of_step(args, inputs, labels, loss_fn, "loss"))  # noqa: E731
+            ours = ("labels", "loss_fn", "microbatches")
+            inputs = {name: value for name, value in kwargs.items() if name not in ours}
+            make = lambda: noted(self._calls_of_step(args, inputs, labels, loss_fn, "loss", microbatches))  # noqa: E731
             captured, *_ = self._captured(make, batch, runs=False)
             return TracedStep(captured, self._scheduled(captured, None).instructions, *made[0].args[2:])
 
     def _captured(
         self,
-        make: Callable[[], tuple[list[functools.partial[Any]], list[SplitTensor], list[float]]],
+        make: Callable[[], _StepCalls],
         batch: Any,
         forwards_before_backwards: bool = False,
         runs: bool = True,
-    ) -> tuple[CapturedCalls, list[SplitTensor], list[float]]:
-        """The microbatches, what was split, and weights; the same on all ranks.
+    ) -> tuple[CapturedCalls, _StepCalls, list[float]]:
+        """The microbatches, the calls that were captured, and weights; the same on all ranks.
 
         Args:
             make: makes the calls.
@@ -232,11 +260,11 @@ class Pipeline:
             forwards_before_backwards: whether all forwards are to run before all backwards.
             runs: whether they are to run.
         """
-        made: list[Any] = []
+        made: list[_StepCalls] = []
 
         def capture() -> CapturedCalls:
-            made[:] = make()
-            return self._take(made[0], forwards_before_backwards)
+            made[:] = [make()]
+            return self._take(made[0].calls, forwards_before_backwards)
 
         def prepare() -> tuple[CapturedCalls, Scheduled]:
             captured = capture()
@@ -250,45 +278,68 @@ class Pipeline:
                 agreed_on, self._generator_device, prepare, runs, self.settings.microbatches
             )
         added = any(graph.loss_reduction == "sum" for graph in captured.graphs)
-        return captured, made[1], [1.0] * len(made[2]) if added else made[2]
+        return captured, made[0], [1.0] * len(made[0].weights) if added else made[0].weights
 
-    def _calls_of_model(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[functools.partial[Any]], list[SplitTensor], list[float]]:
-        """A call for each microbatch, what was split, and the weight of each microbatch's loss."""
+    def _calls_of_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _StepCalls:
+        """A call for each microbatch."""
         self._refuse_jagged((args, kwargs))
-        pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
+        pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs, self._names)
         calls = [functools.partial(self.compiled["model"], *piece) for piece in pieces]
-        return calls, self._split(args, kwargs, pieces), self._weights(args, kwargs, pieces)
+        rows = self._rows(args, kwargs, pieces)
+        return _StepCalls(calls, self._split(args, kwargs, pieces), self._weights(pieces, rows), rows)
 
     def _calls_of_step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any, loss_fn: Any, kind: str
-    ) -> tuple[list[functools.partial[Any]], list[SplitTensor], list[float]]:
-        """A call for each microbatch of a step with its loss, what was split, and the weight of each one's loss."""
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        labels: Any,
+        loss_fn: Any,
+        kind: str,
+        microbatches: Sequence[Any] | None = None,
+    ) -> _StepCalls:
+        """A call for each microbatch of a step with its loss."""
+        if microbatches is not None:
+            return self._calls_of_given(microbatches, loss_fn, kind)
         if labels is not None and loss_fn is None:
             kwargs, labels = {**kwargs, "labels": labels}, None  # a model that takes its labels itself
         self._refuse_jagged((args, kwargs))
-        pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
-        splitting = self._splitting
-        check_batch_sizes(args, kwargs, labels, self.settings.microbatches, splitting.inputs, splitting.labels)
-        targets = split_labels(labels, len(pieces), self._splitting.labels)
+        splitting, count = self._splitting, self.settings.microbatches
+        pieces = split_inputs(args, kwargs, count, splitting.inputs, self._names, labels, splitting.labels)
+        check_batch_sizes(args, kwargs, labels, count, splitting.inputs, splitting.labels)
+        targets = split_labels(labels, len(pieces), splitting.labels, (args, kwargs), splitting.inputs)
         calls = [
             functools.partial(self.compiled[kind], loss_fn, labels is not None, own_args, own_kwargs, label)
             for (own_args, own_kwargs), label in zip(pieces, targets, strict=True)
         ]
         splits = [*self._split(args, kwargs, pieces), *split_tensors(labels, targets, splitting.labels)]
-        return calls, splits, self._weights(args, kwargs, pieces)
+        rows = self._rows(args, kwargs, pieces)
+        return _StepCalls(calls, splits, self._weights(pieces, rows), rows)
 
     def _refuse_jagged(self, inputs: Any) -> None:
         if self._splitting.inputs is None:
             refuse_jagged(inputs)
 
-    def _weights(self, args: Any, kwargs: Any, pieces: Sequence[tuple[Any, Any]]) -> list[float]:
+    def _calls_of_given(self, microbatches: Sequence[Any], loss_fn: Any, kind: str) -> _StepCalls:
+        """A call for each microbatch that the caller has split."""
+        split_already = given_microbatches(microbatches, self.settings.microbatches, loss_fn is not None)
+        calls = [
+            functools.partial(self.compiled[kind], loss_fn, one.labels is not None, one.args, one.kwargs, one.labels)
+            for one in split_already
+        ]
+        pieces = [(one.args, one.kwargs) for one in split_already]
+        rows = row_counts((), {}, pieces, list)  # of each, the first tensor's
+        return _StepCalls(calls, [], self._weights(pieces, rows), rows)
+
+    def _rows(self, args: Any, kwargs: Any, pieces: Sequence[tuple[Any, Any]]) -> list[int]:
+        if len(pieces) == 1:
+            return [1]  # what is not split has no rows
+        return row_counts(args, kwargs, pieces, self._splitting.inputs)
+
+    def _weights(self, pieces: Sequence[tuple[Any, Any]], rows: Sequence[int]) -> list[float]:
         """The weight of each microbatch's loss in that of the batch, unless it reads the count of the whole batch."""
-        self._compile_state.counted = kwargs.get(COUNT_OF_BATCH) is not None
+        self._compile_state.counted = any(kwargs.get(COUNT_OF_BATCH) is not None for _, kwargs in pieces)
         if self.settings.loss_reduction == "sum" or len(pieces) == 1:
             return [1.0] * len(pieces)
-        rows = row_counts(args, kwargs, pieces, self._splitting.inputs)
         return [count_of_batch / sum(rows) for count_of_batch in rows]
 
     def _split(self, args: Any, kwargs: Any, pieces: Sequence[tuple[Any, Any]]) -> list[SplitTensor]:
@@ -357,7 +408,8 @@ class Pipeline:
         Autograd would differentiate returned results through a graph that was never run, so those that are
         differentiated are replaced.
         """
-        outputs = []
+        outputs, kept = [], []
+        count = len(captured.calls)
         updated = {
             id(of_batch[place]): of_batch[place]
             for program, of_batch in zip(captured.programs, captured.primals, strict=True)
@@ -371,10 +423,13 @@ class Pipeline:
                 returned = [value.detach() if isinstance(value, torch.Tensor) else value for value in of_batch]
                 with return_results(returned, functools.partial(check_unchanged, captured, index)):
                     output = call()
-                if differentiated is not None:
-                    pairs = [(returned[place], result) for place, result in differentiated[index].items()]
-                    output = tree_map(functools.partial(_own, pairs), output)
+                of_step = {} if differentiated is None else differentiated[index]
+                pairs = [(returned[place], result) for place, result in of_step.items()]
+                output, of_call = self._kept.replaced(captured.graphs[index], returned, pairs, output, count)
                 outputs.append(output)
+                kept.append(of_call)
+        if count > 1 or differentiated is not None:
+            self._kept.learn(captured.graphs, kept)
         if self._processes is not None:
             self._processes.finish(captured)
         return outputs
@@ -456,28 +511,11 @@ class Pipeline:
         return torch.device("cpu")
 
 
-def _own(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], value: Any) -> Any:
-    """The step's own result for a tensor that AOTAutograd has derived from it: the result itself, or a view of its
-    memory.
-
-    Args:
-        pairs: returned results that are differentiated, and the step's own.
-        value: part of the model's output.
-    """
-    if not isinstance(value, torch.Tensor) or not value.requires_grad:
-        return value
-    sharing = [shared for alias, shared in pairs if _shares(alias, value)]
-    for shared in sharing:  # results may be views of one another, each with a gradient of its own, as those of unbind
-        if (value.shape, value.stride(), value.storage_offset()) == (
-            shared.shape,
-            shared.stride(),
-            shared.storage_offset(),
-        ):
-            return shared
-    if sharing:  # one of several views of an intermediate result, which the graph returns in their place
-        return sharing[0].as_strided(value.shape, value.stride(), value.storage_offset())
-    return value
-
-
-def _shares(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+def _positional_names(model: nn.Module) -> list[str]:
+    """The names of a model's positional arguments, for messages."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # of a function that is not Python's
+        return []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in positional]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from torch.utils._pytree import (
     TreeSpec,
     key_get,
@@ -18,6 +21,7 @@ __all__ = [
     "TreeSpec",
     "key_get",
     "keystr",
+    "one_level",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
@@ -25,3 +29,30 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
 ]
+
+
+def one_level(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Callable[[Sequence[Any]], Any]] | None:
+    """Keys and parts of a value of a registered type, and what makes a value from others; ``None`` for a leaf.
+
+    Args:
+        value: any.
+    """
+    is_part = lambda item: item is not value  # noqa: E731
+    parts, tree = tree_flatten(value, is_leaf=is_part)
+    if len(parts) == 1 and parts[0] is value:
+        return None
+    try:
+        paths = [path for path, _ in tree_flatten_with_path(value, is_leaf=is_part)[0]]
+    except ValueError:  # registered without keys
+        keys: tuple[Any, ...] = tuple(range(len(parts)))
+    else:
+        keys = tuple(_key_of(path[0]) for path in paths)
+    return keys, tuple(parts), lambda others: tree_unflatten(list(others), tree)
+
+
+def _key_of(key: Any) -> Any:
+    """The key, index or name of an entry of a path."""
+    for name in ("key", "idx", "name"):
+        if hasattr(key, name):
+            return getattr(key, name)
+    return key
