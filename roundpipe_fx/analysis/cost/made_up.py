@@ -24,7 +24,7 @@ __all__ = [
     "with_accepted_numbers",
 ]
 
-Fill = Callable[[torch.Tensor], torch.Tensor]
+FillOperand = Callable[[torch.Tensor], torch.Tensor]
 """Fills a tensor with numbers; integers are not negative."""
 
 _SMALL = 2**24
@@ -35,7 +35,7 @@ class UnsafeOperandsError(ValueError):
     """An operator was about to run on made-up operands that might end the process."""
 
 
-def made_up_arguments(node: fx.Node, device: torch.device, fill: Fill, single: bool = False) -> tuple[Any, Any]:
+def made_up_arguments(node: fx.Node, device: torch.device, fill: FillOperand, single: bool = False) -> tuple[Any, Any]:
     """Positional and keyword arguments like those of a node, with real tensors.
 
     Args:

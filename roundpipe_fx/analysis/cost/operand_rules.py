@@ -247,8 +247,8 @@ def kinds_of_call(target: Any, arguments: Mapping[str, Any]) -> Mapping[str, Ope
     kinds = kinds_of_operator(target)
     if kinds is None:
         return None
-    given = {name: kind for name, kind in kinds.items() if arguments.get(name) is not None}
-    return given if all(kind.exists(arguments[name], arguments) for name, kind in given.items()) else None
+    present = {name: kind for name, kind in kinds.items() if arguments.get(name) is not None}
+    return present if all(kind.exists(arguments[name], arguments) for name, kind in present.items()) else None
 
 
 def may_run_alone(node: fx.Node) -> bool:

@@ -86,11 +86,11 @@ def workspaces_of(
             asked.setdefault(signature_of(node, _is_free_of_sizes(node)), []).append(node)
     measured = run_apart(lambda: {signature: _measure(same[0], device) for signature, same in asked.items()})
     for signature, same in asked.items():
-        found = measured[signature]
+        workspace = measured[signature]
         for node in same:
-            if found is None:
+            if workspace is None:
                 node.meta[Mark.UNTRIED] = True
-            workspaces[node] += learned.get(learned_name(node), 0) if found is None else found
+            workspaces[node] += learned.get(learned_name(node), 0) if workspace is None else workspace
     return {node: size for node, size in workspaces.items() if size}
 
 
