@@ -131,7 +131,7 @@ def main() -> None:
                 break
             outcome = _plan(watch, make)
             planned += not outcome
-            print(f"{planned} {name}: {outcome or 'planned'}", flush=True)
+            print(f"{planned} {name}: {outcome or 'planned'}", *sorted(watch.unnamed), flush=True)
         print(f"{word}: {planned} planned, {watch.graphs} graphs, {sum(watch.ran.values())} runs alone", flush=True)
     print("run alone:", *sorted(watch.ran))
     print("steps must show:", *sorted(watch.untried))
