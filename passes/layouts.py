@@ -21,6 +21,9 @@ Nothing else is copied, since a copy would change the order in which sums traver
 one exception. For a dimension of size 1 the real ``view`` returns another stride than its fake kernel. This matters to
 group normalization alone, which tells by it whether channels lie innermost, and fails or reads another order. A copy
 has the recorded strides.
+
+Memory-efficient attention on CUDA leaves its seed and its offset on the host, and its gradient reads them there. Its
+fake kernel says that they are on the device; they are recorded where they are, so nothing moves them.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost import layout_of, lies_plainly, note_sparse_bytes, real_values
+from roundpipe_fx.analysis.cost import layout_of, lies_plainly, note_sparse_bytes, real_values, results_on_host
 from roundpipe_fx.analysis.fake_results import fake_result, result_tensors, same_dimension_order
 from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call
 from roundpipe_fx.ir.joint_graph import (
@@ -98,8 +101,18 @@ class _RecordedValues:
                 self._visit_view(node, changed)
         elif changed or not (self._is_simple(node) and all(map(self._is_plain, input_nodes(node)))):
             self._visit_computed(node, changed)
+        if results_on_host(node.target):
+            self._record_on_host(node, results_on_host(node.target))
         if any(value.layout is not torch.strided for value in tensor_values(node)):
             note_sparse_bytes(node, self._device)
+
+    def _record_on_host(self, node: fx.Node, places: Sequence[int]) -> None:
+        """Record that results are on the host: single numbers."""
+        values = list(node.meta["val"])
+        for place in places:
+            with values[place].fake_mode:
+                values[place] = torch.empty((), dtype=values[place].dtype, device="cpu")
+        self._replace(node, tuple(values))
 
     def restore_outputs(self) -> None:
         """Return copies in the old order where the caller was promised it."""

@@ -220,6 +220,7 @@ _KEPT_META = (
     "unbacked_bindings",
     Mark.ORIGIN,
     Mark.WORKSPACE,
+    Mark.UNTRIED,
 )
 
 

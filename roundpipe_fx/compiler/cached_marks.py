@@ -20,6 +20,7 @@ _PLAIN = {
     Mark.PHASE: (str,),
     Mark.BYTES: (int,),
     Mark.WORKSPACE: (int,),
+    Mark.UNTRIED: (bool,),
     Mark.SECONDS: (int, float),
     Mark.FLOPS: (int,),
     Mark.MUST_SAVE: (str,),

@@ -160,12 +160,11 @@ def wants_host(joint: JointGraph, device: str) -> bool:
 
 
 def _comes_back_alike(value: torch.Tensor) -> bool:
-    """Whether a copy has the strides of a value: those of a symbolic size are not given to the operators.
+    """Whether a copy by PyTorch's operators has the strides of a value: those of a symbolic size are not given to them.
 
-    Nor may it be empty: the operators know a copy by its address. Nor a single number, with which nothing is gained:
-    that of memory-efficient attention's seed is on the host already, whatever its fake kernel says.
+    Nor may it be empty: the operators know a copy by its address.
     """
-    if value.numel() == 0 or value.dim() == 0:
+    if value.numel() == 0:
         return False
     if all(type(size) is int for size in (*value.shape, *value.stride())):
         alike = torch.empty_strided(value.shape, value.stride(), device="meta")
@@ -177,7 +176,9 @@ def may_be_on_host(node: fx.Node, device: str) -> bool:
     """Whether a value that alone refers to its memory may be copied to the host and back.
 
     Values of host synchronizations and discrete decisions stay unless the user wants them there; sizes that depend on
-    data stay.
+    data stay. So do single numbers, with which nothing is gained: the seed and the offset of memory-efficient attention
+    are on the host already, whatever its fake kernel says, and a kernel that reads them there must not find them on the
+    device.
 
     Args:
         node: the value.
@@ -185,6 +186,8 @@ def may_be_on_host(node: fx.Node, device: str) -> bool:
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device.type != device:
+        return False
+    if value.dim() == 0:
         return False
     if any(Mark.MUST_SAVE in source.meta for source in (node, _computed(node))) and not is_wanted_on_host(node):
         return False

@@ -70,6 +70,8 @@ class Mark:
     """Bytes of new storage the node allocates; views and aliases have 0."""
     WORKSPACE = "rpfx_workspace"
     """Bytes that the node's kernel allocates and frees before it returns; absent if there are none."""
+    UNTRIED = "rpfx_untried"
+    """True on a node whose operator may need a workspace and was not run alone to measure it; steps show it."""
     SECONDS = "rpfx_seconds"
     """Modelled seconds of running the node once."""
     FLOPS = "rpfx_flops"
@@ -145,6 +147,7 @@ MARK_USES: Mapping[str, MarkUse] = {
     ),
     Mark.BYTES: _use("annotate row_slices", "early_recompute accumulate_gradients analysis compiler", "annotate"),
     Mark.WORKSPACE: _use("workspaces row_slices", "rng accumulate_gradients analysis codegen compiler"),
+    Mark.UNTRIED: _use("workspaces row_slices", "analysis codegen compiler"),
     Mark.SECONDS: _use(
         "annotate fuse_costs row_slices",
         "fuse_costs segments accumulate_gradients analysis compiler pipeline",

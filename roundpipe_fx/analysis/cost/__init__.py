@@ -11,6 +11,7 @@ from roundpipe_fx.analysis.cost.measured import MeasuredCosts
 from roundpipe_fx.analysis.cost.model import CostModel
 from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.analysis.cost.of_node import annotate_node, tensor_bytes
+from roundpipe_fx.analysis.cost.operand_rules import results_on_host
 from roundpipe_fx.analysis.cost.real_layout import (
     layout_of,
     lies_plainly,
@@ -39,6 +40,7 @@ __all__ = [
     "note_real_values",
     "note_sparse_bytes",
     "real_values",
+    "results_on_host",
     "roofline_of",
     "small_values",
     "tensor_bytes",

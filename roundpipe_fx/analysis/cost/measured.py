@@ -22,12 +22,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from roundpipe_fx.analysis.cost.made_up import fits, made_up_arguments, run_alone
+from roundpipe_fx.analysis.cost.operand_rules import may_run_alone
 from roundpipe_fx.analysis.cost.roofline import Roofline
-from roundpipe_fx.analysis.cost.signature import made_up_arguments, signature_of
+from roundpipe_fx.analysis.cost.signature import signature_of
+from roundpipe_fx.analysis.cost.trial import kernel_settings
 from roundpipe_fx.analysis.data_files import cache_folder
 from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.joint_graph import has_side_effect
-from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.torch_private import save_rng_states
 
 __all__ = ["MeasuredCosts"]
@@ -79,12 +81,11 @@ class MeasuredCosts:
 
     def node_seconds(self, node: fx.Node, flops: int, traffic: int, dtype: torch.dtype) -> float:
         """Measured seconds of a node's operation."""
-        is_alone = isinstance(node.target, torch._ops.OpOverload) or node.target in SUMMING
         if is_collective(node.target):  # other ranks would have to run it too
             return self.roofline.node_seconds(node, flops, traffic, dtype)
-        if not is_alone or has_side_effect(node):
+        if has_side_effect(node) or not may_run_alone(node):
             return self.seconds(flops, traffic, dtype)
-        signature = signature_of(node)
+        signature = f"{signature_of(node)} {kernel_settings()}"
         if signature not in self.seconds_by_signature:
             measured = self._measure(node)
             if measured is None:
@@ -103,20 +104,22 @@ class MeasuredCosts:
         partial.replace(path)  # atomic: another process reads the old file or the new one
 
     def _measure(self, node: fx.Node) -> float | None:
+        if not fits(node, self.device):
+            log.info("%s is not measured: %s has no memory for its operands and results", node.target, self.device)
+            return None
+        restore = save_rng_states([self.device] if self.device.type == "cuda" else [])
         try:
-            args, kwargs = made_up_arguments(node, self.device, _filled)
-            target: Callable[..., Any] = node.target  # type: ignore[assignment]
-            devices = [self.device] if self.device.type == "cuda" else []
-            restore = save_rng_states(devices)
             with torch.no_grad():
-                target(*args, **kwargs)
-                taken = [_time(lambda: target(*args, **kwargs), self.device) for _ in range(_RUNS)]
-            restore()
+                args, kwargs = made_up_arguments(node, self.device, _filled)
+                run_alone(node.target, args, kwargs)
+                taken = [_time(lambda: run_alone(node.target, args, kwargs), self.device) for _ in range(_RUNS)]
             return statistics.median(taken)
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
             # Not every operator accepts made-up inputs.
             log.info("%s cannot be measured alone: %s", node.target, error)
             return None
+        finally:
+            restore()
 
 
 def _filled(value: torch.Tensor) -> torch.Tensor:

@@ -33,8 +33,9 @@ def annotate_node(node: fx.Node, costs: CostModel) -> None:
         written = tensor_bytes(values) if is_sum else new_bytes
         tuple_item = not values or (inherited.issuperset(results) and not is_sum)
         seconds = 0.0 if tuple_item else costs.node_seconds(node, flops, read + written, dtype)
-    if not new_bytes:
-        node.meta.pop(Mark.WORKSPACE, None)  # copied together with another node's annotations
+    if not new_bytes:  # copied together with another node's annotations
+        node.meta.pop(Mark.WORKSPACE, None)
+        node.meta.pop(Mark.UNTRIED, None)
     node.meta[Mark.BYTES] = new_bytes
     node.meta[Mark.FLOPS] = flops
     node.meta[Mark.SECONDS] = seconds

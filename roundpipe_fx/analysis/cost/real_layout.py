@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
+from roundpipe_fx.analysis.cost.made_up import is_on_host, run_alone, with_accepted_numbers
 from roundpipe_fx.analysis.cost.of_node import note_bytes, tensor_bytes
+from roundpipe_fx.analysis.cost.operand_kinds import OperandKind
 from roundpipe_fx.analysis.cost.trial import TensorLayout, try_apart
 from roundpipe_fx.analysis.cost.workspace import is_measured
 from roundpipe_fx.ir.joint_graph import has_tag, is_seeded, is_view, tensor_values
-from roundpipe_fx.torch_private import number_hint, size_hint, tree_leaves, tree_map, tree_map_only, without_modes
+from roundpipe_fx.torch_private import number_hint, size_hint, tree_leaves, tree_map_only, without_modes
 
 __all__ = ["layout_of", "lies_plainly", "note_real_values", "note_sparse_bytes", "real_values", "small_values"]
 
@@ -32,6 +36,8 @@ ValueOf = Callable[[fx.Node], Any]
 """Returns the value that a node is assumed to have."""
 
 _LARGEST_SMALL = 3
+_MOST_ELEMENTS = 2**20
+"""Of a small tensor whose sizes are arguments."""
 _FOREIGN = 1009
 """From here on: strides in small tensors, of dimensions of size 1, that are unrelated to other strides."""
 
@@ -130,6 +136,8 @@ def small_values(node: fx.Node, value_of: ValueOf = lambda node: node.meta.get("
             return scale.small(value) if value.layout is torch.strided else None
         return number_hint(value)
 
+    if not node.all_input_nodes or any(map(_is_large, node.args)):
+        return None
     args = argument(node.args)
     kwargs = tuple((name, argument(value)) for name, value in node.kwargs.items() if name != "device")
     try:
@@ -137,6 +145,16 @@ def small_values(node: fx.Node, value_of: ValueOf = lambda node: node.meta.get("
     except TypeError:  # an argument without a hash
         return None
     return None if layouts is None else _values(node, layouts, scale.large)
+
+
+def _is_large(argument: Any) -> bool:
+    """Whether an argument may be the sizes of a tensor that is not small, whatever the operands are."""
+    numbers = [number_hint(item) for item in argument if not isinstance(item, fx.Node)] if _is_list(argument) else []
+    return math.prod(number for number in numbers if type(number) is int and number > 0) > _MOST_ELEMENTS
+
+
+def _is_list(argument: Any) -> bool:
+    return isinstance(argument, list | tuple)
 
 
 def _values(
@@ -159,12 +177,18 @@ def _values(
     return values
 
 
-class _Small(NamedTuple):
+@dataclass(frozen=True)
+class _Small:
     """A small tensor with the order of dimensions of another one."""
 
     layout: TensorLayout
     dtype: torch.dtype
     device: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+        return self.layout.sizes
 
 
 class _Scale:
@@ -234,21 +258,17 @@ def _inner_first(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
 
 @functools.lru_cache(maxsize=4096)
 def _run_small(target: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> tuple[TensorLayout | None, ...] | None:
-    def real(value: Any) -> Any:
-        if not isinstance(value, _Small):
-            return value
+    def real(value: _Small, kind: OperandKind | None) -> torch.Tensor:
         sizes, strides = value.layout
         reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
-        numbers = torch.ones(max(reach, 1), dtype=value.dtype, device=value.device)
+        numbers = torch.ones(max(reach, 1), dtype=value.dtype, device="cpu" if is_on_host(kind) else value.device)
         return numbers.as_strided(sizes, strides)
-
-    def materialized(value: Any) -> Any:
-        return tree_map(real, value, is_leaf=lambda item: isinstance(item, _Small))
 
     with without_modes(), torch.no_grad():
         try:
-            result = target(*map(materialized, args), **{name: materialized(value) for name, value in kwargs})
-        except (RuntimeError, IndexError, TypeError, NotImplementedError, AssertionError) as error:
+            made, named = with_accepted_numbers(target, args, dict(kwargs), real)
+            result = run_alone(target, made, named)
+        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
             # No such kernel, no such device, or small tensors do not suit the operator: nothing is known of it.
             log.info("the layout of what %s returns cannot be tried: %s", target, error)
             return None

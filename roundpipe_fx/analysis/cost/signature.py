@@ -1,16 +1,15 @@
-"""Signatures of operator calls, and made-up arguments to run an operator alone."""
+"""Signatures of operator calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from roundpipe_fx.torch_private import number_hint, size_hint, tree_map
+from roundpipe_fx.torch_private import size_hint
 
-__all__ = ["made_up_arguments", "signature_of"]
+__all__ = ["signature_of"]
 
 
 def signature_of(node: fx.Node, single: bool = False) -> str:
@@ -41,31 +40,3 @@ def signature_of(node: fx.Node, single: bool = False) -> str:
 def _name_of(target: Any) -> str:
     """The same in every process."""
     return f"{target.__module__}.{target.__qualname__}" if hasattr(target, "__qualname__") else str(target)
-
-
-def made_up_arguments(
-    node: fx.Node, device: torch.device, fill: Callable[[torch.Tensor], torch.Tensor], single: bool = False
-) -> tuple[Any, Any]:
-    """Positional and keyword arguments like those of a node, with real tensors.
-
-    Args:
-        node: the node.
-        device: the device of the tensors.
-        fill: fills a tensor with numbers.
-        single: whether tensors have one element.
-    """
-
-    def real(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return tree_map(real, value.meta.get("val"))
-        if isinstance(value, torch.Tensor):
-            shape = [1 if single else size_hint(size) for size in value.shape]
-            stride = [size_hint(step) for step in value.stride()]
-            made = fill(torch.empty_strided(shape, stride, dtype=value.dtype, device=device))
-            # Kernels that do not support the conjugate and negative bits copy such an operand first.
-            made = made.conj() if value.is_conj() else made
-            return torch.ops.aten._neg_view.default(made) if value.is_neg() else made
-        return number_hint(value)
-
-    args, kwargs = tree_map(real, (node.args, node.kwargs))
-    return args, kwargs

@@ -1,7 +1,9 @@
 """Trials: an operator is run once, alone, on made-up operands, to measure its workspace and its results' layouts.
 
 Neither is known from a graph: fake kernels compute most strides correctly but not all, and no workspaces. Where a
-workspace depends on values, several inputs are tried and the largest result is used.
+workspace depends on values, several inputs are tried and the largest result is used. Which operators are run, and on
+which operands, is written in :mod:`roundpipe_fx.analysis.cost.operand_rules`. One that needs more memory than the step
+may take, which is what the device has free, is not run.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost.signature import made_up_arguments, signature_of
+from roundpipe_fx.analysis.cost.made_up import fits, made_up_arguments, run_alone
+from roundpipe_fx.analysis.cost.operand_kinds import index_limits
+from roundpipe_fx.analysis.cost.operand_rules import arguments_of_node, kinds_of_call
+from roundpipe_fx.analysis.cost.signature import signature_of
 from roundpipe_fx.analysis.data_files import cache_folder, is_on, read_data, versions, write_data
 from roundpipe_fx.ir.joint_graph import has_tag, is_mask, tensor_values
 from roundpipe_fx.torch_private import (
@@ -69,7 +74,7 @@ class Trial(NamedTuple):
     storages: tuple[int, ...]
 
 
-_FORMAT = "roundpipe_fx trials 1"
+_FORMAT = "roundpipe_fx trials 2"
 _tried: dict[Any, Trial | None] = {}
 _files_read: set[Path] = set()
 _not_written: set[str] = set()
@@ -89,14 +94,21 @@ def try_alone(node: fx.Node, device: torch.device, single: bool = False) -> Tria
         single: whether its operands have one element.
 
     Returns:
-        ``None`` if the operator does not accept made-up operands.
+        ``None`` if the operator must not be run on made-up operands, does not accept these, or has no memory for them.
     """
     key = _key_of(node, device, single)
     with _trying:
         _read_trials(device)
         if key in _tried:
             return _tried[key]
-    trial = _run(node, device, single)
+    if not single and not fits(node, device, _BYTES_OF_NUMBERS if _depends_on_numbers(node) else 0):
+        log.info("%s is not tried: %s has no memory for its operands and results", node.target, device)
+        return None
+    try:
+        trial = _run(node, device, single)
+    except torch.OutOfMemoryError as error:
+        log.info("%s is not tried: %s", node.target, error)
+        return None
     with _trying:
         if len(_tried) >= _MOST_KNOWN:
             _tried.clear()
@@ -121,11 +133,20 @@ def _key_of(node: fx.Node, device: torch.device, single: bool) -> tuple[Any, ...
 
 def kernel_settings() -> tuple[Any, ...]:
     """Settings that the choice of kernels may depend on, and with it workspaces and layouts."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.backends.mkldnn.enabled,
         torch.get_float32_matmul_precision(),
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
     )
 
 
@@ -195,17 +216,19 @@ def run_apart(work: Callable[[], T]) -> T:
         return thread.submit(work).result()
 
 
-_BY_INDICES = (
+_BY_NUMBERS = (
     aten._embedding_bag,
-    aten._embedding_bag_forward_only,
     aten._embedding_bag_backward,
     aten._embedding_bag_dense_backward,
-    aten._embedding_bag_sparse_backward,
+    aten._embedding_bag_forward_only,
     aten._embedding_bag_per_sample_weights_backward,
+    aten.isin,
+    aten.linalg_matrix_exp,
+    aten.repeat_interleave,
 )
-"""Operators whose integers are indices of a table, which kernels do not check."""
-_BY_NUMBERS = (aten.linalg_matrix_exp, aten.isin, aten.repeat_interleave, *_BY_INDICES)
 """Operators whose workspace depends on values, though their results' sizes do not; found by trying all on the CPU."""
+_BYTES_OF_NUMBERS = 24
+"""For each element: integers and two floating-point numbers that distinct numbers are made of."""
 
 
 def _depends_on_numbers(node: fx.Node) -> bool:
@@ -218,13 +241,11 @@ def _depends_on_numbers(node: fx.Node) -> bool:
 def _run(node: fx.Node, device: torch.device, single: bool) -> Trial | None:
     trials = [_run_on(node, device, torch.Tensor.zero_, single)]
     if _depends_on_numbers(node):
-        indexes = getattr(node.target, "overloadpacket", None) in _BY_INDICES
-        # The gradient of a table has the table's rows among its results only.
-        sized = (*node.all_input_nodes, node) if indexes else node.all_input_nodes
-        sizes = [size for source in sized for value in tensor_values(source) for size in value.shape]
-        least = min((count for size in sizes if (count := size_hint(size))), default=1)
-        ones = _ones(least if indexes else 2)
-        trials += [_run_on(node, device, fill, single) for fill in (ones, _spread(least))]
+        arguments = arguments_of_node(node)
+        limits = index_limits(kinds_of_call(node.target, arguments) or {}, arguments)
+        sizes = [size for source in node.all_input_nodes for value in tensor_values(source) for size in value.shape]
+        least = min(limits or (count for size in sizes if (count := size_hint(size))), default=1)
+        trials += [_run_on(node, device, fill, single) for fill in (_ones(least if limits else 2), _spread(least))]
     known = [trial for trial in trials if trial is not None]
     if not known:
         return None
@@ -258,21 +279,23 @@ def _spread(limit: int) -> Callable[[torch.Tensor], torch.Tensor]:
 def _run_on(
     node: fx.Node, device: torch.device, fill: Callable[[torch.Tensor], torch.Tensor], single: bool
 ) -> Trial | None:
+    restore = save_rng_states([device] if device.type == "cuda" else [])
+    seen: list[ProfiledMemory] = []
     try:
-        args, kwargs = made_up_arguments(node, device, fill, single)
-        restore = save_rng_states([device] if device.type == "cuda" else [])
         with torch.no_grad():
-            try:
-                if device.type != "cpu":  # the first run loads handles and kernels
-                    node.target(*args, **kwargs)  # type: ignore[operator]
-                seen: list[ProfiledMemory] = []
-                result = profile_memory(lambda: node.target(*args, **kwargs), device.type, seen.append)  # type: ignore[operator]
-            finally:
-                restore()
+            args, kwargs = made_up_arguments(node, device, fill, single)
+            if device.type != "cpu":  # the first run loads handles and kernels
+                run_alone(node.target, args, kwargs)
+            result = profile_memory(lambda: run_alone(node.target, args, kwargs), device.type, seen.append)
+            _synchronize(device)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
         # Not every operator accepts made-up operands.
         log.info("%s cannot be tried alone: %s", node.target, error)
         return None
+    finally:
+        restore()
     results = tree_leaves(result)
     return Trial(
         seen[0].peak - seen[0].left,
@@ -280,6 +303,12 @@ def _run_on(
         tuple(map(_layout, results)),
         tuple(0 if _layout(result) is None else result.untyped_storage().nbytes() for result in results),
     )
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait for a device, so that an error of its kernels is raised here."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _layout(value: Any) -> TensorLayout | None:

@@ -4,9 +4,10 @@ Convolutions reorder their operands, attention keeps sums for each thread, opera
 first. This is not visible in a graph, so it is measured: each distinct operator call is run once, alone, on made-up
 operands, and the bytes that the allocator hands out are recorded. Custom operators are not run for this, because what
 they do may depend on data, or have effects outside of this process; nor are operators with bodies (``cond``, ``scan``),
-which run them as data decides. Their workspaces are measured as steps run (:class:`roundpipe_fx.api.learned.Learned`),
-and so is the memory that compiled stages take beyond their plan. What collectives copy is known, and must not be
-observed: processes would plan for different bytes.
+which run them as data decides, nor those of PyTorch's own that might end the process
+(:mod:`roundpipe_fx.analysis.cost.operand_rules`) or have no memory to run in. Their workspaces are measured as steps
+run (:class:`roundpipe_fx.api.learned.Learned`), and so is the memory that compiled stages take beyond their plan. What
+collectives copy is known, and must not be observed: processes would plan for different bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from roundpipe_fx.analysis.cost.operand_rules import may_run_alone, reads_or_leaves_on_host
 from roundpipe_fx.analysis.cost.signature import signature_of
 from roundpipe_fx.analysis.cost.trial import run_apart, try_alone
 from roundpipe_fx.ir.bodies import is_body
@@ -55,10 +57,11 @@ def workspaces_of(
 ) -> dict[fx.Node, int]:
     """Workspaces of nodes.
 
-    PyTorch's own operators are measured, with several inputs where their workspace depends on values.
+    PyTorch's own operators are measured, with several inputs where their workspace depends on values. Nodes for which
+    that is not possible are marked as untried.
 
     Args:
-        nodes: operations on fake tensors.
+        nodes: operations on fake tensors; their ``meta`` is written.
         device: the device to measure on.
         fused: whether a compiler fuses pointwise operations, which then have no workspace.
         learned: measured bytes of operators that are custom or have bodies, and of compiled stages, by name.
@@ -73,17 +76,21 @@ def workspaces_of(
     for node in nodes:
         if not _makes_something(node):
             continue
+        node.meta.pop(Mark.UNTRIED, None)
         workspaces[node] = beyond_plan
         if is_functional_collective(node.target):
             workspaces[node] += copied_bytes(node)
         elif depends_on_data(node):
             workspaces[node] += learned.get(learned_name(node), 0)
-        elif is_measured(node, device) and not (fused and _is_pointwise(node)):
+        elif may_have_workspace(node, device) and not (fused and _is_pointwise(node)):
             asked.setdefault(signature_of(node, _is_free_of_sizes(node)), []).append(node)
     measured = run_apart(lambda: {signature: _measure(same[0], device) for signature, same in asked.items()})
     for signature, same in asked.items():
+        workspace = measured[signature]
         for node in same:
-            workspaces[node] += measured[signature]
+            if workspace is None:
+                node.meta[Mark.UNTRIED] = True
+            workspaces[node] += learned.get(learned_name(node), 0) if workspace is None else workspace
     return {node: size for node, size in workspaces.items() if size}
 
 
@@ -92,9 +99,16 @@ def depends_on_data(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         return any(is_body(source) for source in input_nodes(node))
-    if not isinstance(target, torch._ops.OpOverload) or is_functional_collective(target):
+    if not isinstance(target, torch._ops.OpOverload):
         return False
-    return (target.namespace not in _OWN or target.overloadpacket is aten._grouped_mm) and not is_view(node)
+    return (Mark.UNTRIED in node.meta or _is_unknown(target)) and not is_view(node)
+
+
+def _is_unknown(target: torch._ops.OpOverload) -> bool:
+    """Whether nothing is known of an operator before it runs on real data."""
+    if is_functional_collective(target):
+        return False
+    return target.namespace not in _OWN or target.overloadpacket is aten._grouped_mm
 
 
 def learned_name(node: fx.Node) -> str:
@@ -138,14 +152,22 @@ def _is_free_of_sizes(node: fx.Node) -> bool:
 
 
 def is_measured(node: fx.Node, device: torch.device) -> bool:
-    """Whether the workspace of a node is measured: it may be nonzero, and the operator can be run alone."""
+    """Whether the workspace of a node is measured: it may be nonzero, and the operator may be run alone."""
+    return may_have_workspace(node, device) and may_run_alone(node)
+
+
+def may_have_workspace(node: fx.Node, device: torch.device) -> bool:
+    """Whether a PyTorch operator on a device may allocate memory besides its results."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in _MEASURED:
         return False
     operands = [value for source in input_nodes(node) for value in tensor_values(source)]
     if not tensor_values(node) or has_side_effect(node) or (not operands and target.overloadpacket in _FACTORIES):
         return False
-    if any(value.device.type != device.type for value in (*operands, *tensor_values(node))):
+    values = [*operands, *tensor_values(node)]
+    if reads_or_leaves_on_host(target):  # single numbers
+        values = [value for value in values if value.dim() > 0]
+    if any(value.device.type != device.type for value in values):
         return False
     if device.type != "cpu":
         # CUDA kernels convert operands on the fly. The workspace of cuBLAS belongs to the stream and stays allocated.
@@ -166,6 +188,7 @@ def _is_matrix(value: torch.Tensor) -> bool:
     return value.dim() < 2 or 1 in (value.stride(-1), value.stride(-2))
 
 
-def _measure(node: fx.Node, device: torch.device) -> int:
-    trial = try_alone(node, device, _is_free_of_sizes(node))
-    return trial.workspace if trial is not None else 0
+def _measure(node: fx.Node, device: torch.device) -> int | None:
+    """Measured bytes; ``None`` if the operator is not run alone."""
+    trial = try_alone(node, device, _is_free_of_sizes(node)) if may_run_alone(node) else None
+    return None if trial is None else trial.workspace
