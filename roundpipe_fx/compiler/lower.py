@@ -41,6 +41,7 @@ from roundpipe_fx.ir.region import budget_of_region
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.save_policy import SavePolicy, save_all, save_stage_inputs
+from roundpipe_fx.runtime.library_memory import expected_library_bytes
 
 __all__ = [
     "SAVE_POLICIES",
@@ -203,7 +204,7 @@ def asked_budget(joint: JointGraph, options: Options, device: torch.device) -> i
     if options.memory_budget is not None:
         return options.memory_budget
     if options.recompute is None and options.device_name is None and device.type == "cuda":
-        return default_budget(device)
+        return default_budget(device, expected_library_bytes(device))
     forward = joint.in_phase(Phase.FORWARD)
     if any(budget_of_region(node) is not None for node in forward):
         return 1.0
