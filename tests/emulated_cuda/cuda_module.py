@@ -146,7 +146,7 @@ def emulate() -> None:
     cuda.get_device_capability = lambda which=None: (_Properties.major, _Properties.minor)
     cuda.get_device_properties = lambda which=None: _Properties
     cuda.synchronize = lambda which=None: device.synchronize(_index(which))
-    cuda.current_stream = lambda which=None: torch.accelerator.current_stream(torch.device("cuda", _index(which)))
+    cuda.current_stream = _current_stream
     cuda.Event = _Event
     cuda.set_sync_debug_mode = lambda mode: device.refuse_synchronizations(mode in ("error", 2))
 
@@ -167,6 +167,17 @@ def emulate() -> None:
     cuda.empty_cache = device.empty_cache
     torch.UntypedStorage.clone = _cloned_storage  # type: ignore[method-assign]
     torch.UntypedStorage.resize_ = _resized_storage  # type: ignore[method-assign]
+
+
+class _Stream(torch.Stream):
+    @property
+    def cuda_stream(self) -> int:
+        return self.stream_id
+
+
+def _current_stream(which: Any = None) -> _Stream:
+    stream = torch.accelerator.current_stream(torch.device("cuda", _index(which)))
+    return _Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:

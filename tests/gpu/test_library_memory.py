@@ -1,4 +1,4 @@
-"""Memory that libraries keep for each thread and stream: allocated before a step begins, and no more with later plans."""
+"""Memory that libraries keep for threads and streams: allocated before a step begins, and not again for a new plan."""
 
 from __future__ import annotations
 
