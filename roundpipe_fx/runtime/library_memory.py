@@ -20,6 +20,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -76,15 +77,17 @@ def touch_libraries(*streams: torch.Stream) -> None:
             continue
         if torch.cuda.is_current_stream_capturing():  # its allocations would be the captured graph's
             continue
-        _touched.streams.add(key)
         with _touching, without_modes(), torch.no_grad(), on_stream(stream):
             before = torch.cuda.memory_allocated(stream.device)
             _multiply(stream.device)
             _kept[stream.device] += max(torch.cuda.memory_allocated(stream.device) - before, 0)
+        _touched.streams.add(key)
 
 
 def touch_libraries_in_backward(*streams: torch.Stream) -> None:
     """The same for the thread in which autograd runs backwards of the streams' device.
+
+    The small backward begins in a thread of its own, where neither hooks nor transforms of the caller's are active.
 
     Args:
         streams: of one device; must be those that will be current, or used, in the backward.
@@ -92,9 +95,13 @@ def touch_libraries_in_backward(*streams: torch.Stream) -> None:
     streams = tuple(stream for stream in streams if stream.device.type == "cuda")
     if not streams or torch.cuda.is_current_stream_capturing():
         return
-    with without_modes(), torch.enable_grad():
+
+    def run() -> None:
         root = torch.zeros((), device=streams[0].device, requires_grad=True)
         torch.autograd.grad(_Touching.apply(root, streams), root)
+
+    with ThreadPoolExecutor(1, "roundpipe_fx libraries") as thread:
+        thread.submit(run).result()
 
 
 def _multiply(device: torch.device) -> None:
