@@ -139,11 +139,16 @@ def _size(text: str, name: str) -> int:
 _DEFAULT_SHARE = 0.9
 
 
-def default_budget(device: torch.device) -> int:
-    """90 % of a CUDA device's free memory: what the driver has free, and what the allocator holds and does not use."""
+def default_budget(device: torch.device, libraries: int = 0) -> int:
+    """90 % of a CUDA device's free memory: what the driver has free, and what the allocator holds and does not use.
+
+    Args:
+        device: the device.
+        libraries: bytes that libraries are going to keep there, and have not allocated.
+    """
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(_DEFAULT_SHARE * (free + unused))
+    return int(_DEFAULT_SHARE * max(free + unused - libraries, 0))
 
 
 def available_memory(device: torch.device) -> int:

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["ROUNDED_TO", "CachingAllocator", "allocator_of"]
+__all__ = ["NO_HISTORY", "ROUNDED_TO", "CachingAllocator", "History", "MemorySegment", "allocator_of"]
 
 ROUNDED_TO = 512
 """Every size is rounded up to a multiple of this many bytes."""
@@ -26,6 +28,33 @@ ROUNDED_TO = 512
 _MIB = 1 << 20
 _SMALL = _MIB
 _SMALL_SEGMENT, _SEGMENT, _OWN_SEGMENT_FROM, _OWN_SEGMENT_ROUNDED_TO = 2 * _MIB, 20 * _MIB, 10 * _MIB, 2 * _MIB
+
+
+class MemorySegment(NamedTuple):
+    """Memory that the allocator has taken from the device.
+
+    Attributes:
+        is_small: whether it is for requests of up to 1 MiB.
+        blocks: bytes of each block in order, and whether it is free.
+    """
+
+    is_small: bool
+    blocks: tuple[tuple[int, bool], ...]
+
+
+class History(NamedTuple):
+    """What earlier work has left when a step begins.
+
+    Attributes:
+        segments: segments of the step's own stream.
+        has_inputs: whether the inputs of the step are among the blocks in use.
+    """
+
+    segments: tuple[MemorySegment, ...] = ()
+    has_inputs: bool = False
+
+
+NO_HISTORY = History()
 
 
 @dataclass
@@ -73,6 +102,16 @@ class CachingAllocator:
     def __init__(self) -> None:
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._handed_out: dict[int, tuple[_Pool, tuple[int, int]]] = {}
+
+    def add(self, segments: Sequence[MemorySegment], stream: int = 0) -> None:
+        """Add segments of a stream."""
+        for segment in segments:
+            pool = self._pools.setdefault((stream, segment.is_small), _Pool(segment.is_small))
+            offset = 0
+            for size, is_free in segment.blocks:
+                pool.add((pool.segments, offset), size, is_free)
+                offset += size
+            pool.segments += 1
 
     def take(self, name: int, size: int, stream: int = 0) -> int:
         """Request ``size`` bytes under a name, on a stream; returns the bytes that the allocator counts for them."""

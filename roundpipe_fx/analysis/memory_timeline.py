@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.caching_allocator import CachingAllocator
+from roundpipe_fx.analysis.caching_allocator import NO_HISTORY, CachingAllocator, History
 from roundpipe_fx.analysis.liveness import lifetimes_of
 from roundpipe_fx.analysis.program_events import Course
 from roundpipe_fx.analysis.simulator import levels_of_course
@@ -94,6 +94,7 @@ def memory_timeline(
     own_nodes: Mapping[str, Mapping[str, fx.Node]],
     allocator: CachingAllocator | None = None,
     owners: Collection[int] = (),
+    history: History = NO_HISTORY,
 ) -> MemoryTimeline:
     """Memory over the step that a peak was predicted for.
 
@@ -102,9 +103,10 @@ def memory_timeline(
         own_nodes: by name of a stage module and of its node, the node of the joint graph that it stands for.
         allocator: a new simulated allocator, if the device has a caching one.
         owners: positions of the inputs that get gradients, which were allocated before the other inputs.
+        history: what the allocator has besides.
     """
     run = course.run
-    levels = levels_of_course(course, allocator, owners)
+    levels = levels_of_course(course, allocator, owners, history)
     source: dict[str, str] = {}
     makers: dict[int, fx.Node] = {}
     moments = []

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.caching_allocator import ROUNDED_TO, CachingAllocator
+from roundpipe_fx.analysis.caching_allocator import NO_HISTORY, ROUNDED_TO, CachingAllocator, History
 from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.analysis.liveness import levels_of, peak_of
 from roundpipe_fx.analysis.program_events import Course
@@ -37,6 +37,7 @@ __all__ = [
     "footprint_of_course",
     "levels_of_course",
     "peak_of_course",
+    "worst_history",
 ]
 
 _FIRST_INPUT = -3
@@ -88,8 +89,17 @@ class PeakMoment:
     line: str = ""
 
 
+def worst_history(course: Course, histories: Sequence[History], owners: Collection[int] = ()) -> History:
+    """The first history after which a step's peak is highest. Other arguments as for :func:`peak_of_course`."""
+    peaks = [max(levels_of_course(course, CachingAllocator(), owners, history), default=0) for history in histories]
+    return histories[peaks.index(max(peaks))]
+
+
 def peak_of_course(
-    course: Course, allocator: CachingAllocator | None = None, owners: Collection[int] = ()
+    course: Course,
+    allocator: CachingAllocator | None = None,
+    owners: Collection[int] = (),
+    history: History = NO_HISTORY,
 ) -> PeakMoment:
     """The peak of a step.
 
@@ -98,13 +108,14 @@ def peak_of_course(
         allocator: a new simulated allocator, if the device has a caching one. The peak is then the higher one of a
             first step and a later one, which finds the blocks that the first has left.
         owners: positions of the inputs that get gradients, which were allocated before the other inputs.
+        history: what the allocator has besides, for the first step.
 
     Returns:
         the peak, with what is alive then.
     """
     run, lasting, arriving = course.run, course.lasting, course.arriving
     if allocator is not None:
-        _take_inputs(course, allocator, owners)
+        _begin(course, allocator, owners, history)
     peak = peak_of(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
     if allocator is not None:
         for storage in lasting:
@@ -126,14 +137,17 @@ def peak_of_course(
 
 
 def levels_of_course(
-    course: Course, allocator: CachingAllocator | None = None, owners: Collection[int] = ()
+    course: Course,
+    allocator: CachingAllocator | None = None,
+    owners: Collection[int] = (),
+    history: History = NO_HISTORY,
 ) -> list[int]:
     """For each event of a step the bytes allocated while it runs: in the step that :func:`peak_of_course` is the peak
     of. Arguments as there.
     """
     run = course.run
     if allocator is not None:
-        _take_inputs(course, allocator, owners)
+        _begin(course, allocator, owners, history)
 
     def levels() -> list[int]:
         run_levels = levels_of(run.events, run.numbers.sizes, course.lasting, course.arriving, allocator)
@@ -147,10 +161,11 @@ def levels_of_course(
     return max(first, levels(), key=lambda step_levels: max(step_levels, default=0))
 
 
-def _take_inputs(course: Course, allocator: CachingAllocator, owners: Collection[int]) -> None:
+def _begin(course: Course, allocator: CachingAllocator, owners: Collection[int], history: History) -> None:
     inputs = course.forward.inputs
-    for index in dict.fromkeys((*owners, *range(len(inputs)))):
+    for index in () if history.has_inputs else dict.fromkeys((*owners, *range(len(inputs)))):
         allocator.take(_FIRST_INPUT - index, tensor_bytes(tensor_values(inputs[index])))
+    allocator.add(history.segments)
 
 
 def footprint_of_course(course: Course, owners: Sequence[int | None] = (), beyond: int = 0) -> Footprint:

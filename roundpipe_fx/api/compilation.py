@@ -46,6 +46,7 @@ from roundpipe_fx.runtime.bridge import observed, pipelined
 from roundpipe_fx.runtime.executor import load_program
 from roundpipe_fx.runtime.gradient_observer import gradient_observer
 from roundpipe_fx.runtime.incoming_gradients import leaving_out, receiving, returning
+from roundpipe_fx.runtime.library_memory import library_bytes, touch_libraries, touch_libraries_in_backward
 from roundpipe_fx.runtime.profiled_step import ProfiledStep
 from roundpipe_fx.runtime.size_observer import size_observer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
@@ -365,6 +366,10 @@ def compile_graph(
             loss_reduction="sum" if parts else pipelining.loss_reduction,
             optimizer=compile_state.optimizer,
         )
+    # Workers of a pipeline have streams of their own, which they have touched, or will when they start.
+    devices = (
+        _touched_devices(example_inputs) if pipelining is None else pipelining.devices or _cuda_devices(example_inputs)
+    )
     compilation = _Compilation(
         options=options,
         registered_syncs=registered_syncs,
@@ -374,12 +379,40 @@ def compile_graph(
         labels=labels,
         autocast=frozenset(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)),
         own_gradients=own_gradients(module) if pipelining is not None else (),
-        on_plan=on_plan,
+        on_plan=_with_library_bytes(on_plan, devices),
         pipelining=pipelining,
         compile_state=compile_state,
         call_name=f"{name} {_shapes(example_inputs)}",
     )
     return leaving_out(capture(module, example_inputs, compilation, labels, may_run_eagerly=pipelining is None))
+
+
+def _touched_devices(inputs: Sequence[Any]) -> list[torch.device]:
+    """CUDA devices of the inputs, where libraries have allocated by now what they keep for the threads of a step."""
+    devices = _cuda_devices(inputs)
+    for device in devices:
+        stream = torch.accelerator.current_stream(device)
+        touch_libraries(stream)
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            touch_libraries_in_backward(stream)
+    return devices
+
+
+def _cuda_devices(inputs: Sequence[Any]) -> list[torch.device]:
+    if not torch.cuda.is_initialized():
+        return []
+    tensors = (value for value in inputs if isinstance(value, torch.Tensor) and value.device.type == "cuda")
+    return [*dict.fromkeys(tensor.device for tensor in tensors)]
+
+
+def _with_library_bytes(on_plan: Callable[[Plan], None], devices: Sequence[torch.device]) -> Callable[[Plan], None]:
+    """``on_plan`` for plans that tell what libraries keep on the devices by then."""
+
+    def tell(plan: Plan) -> None:
+        kept = sum(map(library_bytes, dict.fromkeys(devices)))
+        on_plan(dataclasses.replace(plan, library_bytes=kept) if kept else plan)
+
+    return tell
 
 
 def _shapes(inputs: Sequence[Any]) -> str:

@@ -159,8 +159,7 @@ class CompiledState:
                 forward = torch_private.module_forward(self._parallel)
             self._compiled = torch.compile(forward, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic)
             return
-        if self._pipeline is not None:
-            self._pipeline.close()
+        replaced = self._pipeline
         self._pipeline = Pipeline(
             model=self.original,
             settings=self.pipelining,
@@ -173,6 +172,8 @@ class CompiledState:
             optimized=self.optimizer,
             processes=self.processes,
         )
+        if replaced is not None:
+            self._pipeline.take_over_workers(replaced)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward; or once, what is to run instead of it."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_fx.analysis.allocator_histories import current_histories
 from roundpipe_fx.analysis.cost import COMPILED_STAGES, MeasuredCosts, cost_model
 from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.analysis.cost.trial import write_trials
@@ -41,6 +42,7 @@ from roundpipe_fx.ir.region import budget_of_region
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.save_policy import SavePolicy, save_all, save_stage_inputs
+from roundpipe_fx.runtime.library_memory import expected_library_bytes
 
 __all__ = [
     "SAVE_POLICIES",
@@ -179,7 +181,10 @@ def _setting(
         one_plan=network is not None,
         dump=dump_folder(joint),
     )
-    return Setting(passes=edited_passes(options.passes), context=context, step=step)
+    # Of the device itself, and for this process alone: other plans are the same wherever they are made.
+    is_own = options.device_name is None and network is None and microbatches == 1
+    histories = current_histories(device) if is_own else ()
+    return Setting(passes=edited_passes(options.passes), context=context, step=step, histories=histories)
 
 
 def _first_marking(passes: Sequence[Pass]) -> int:
@@ -203,7 +208,7 @@ def asked_budget(joint: JointGraph, options: Options, device: torch.device) -> i
     if options.memory_budget is not None:
         return options.memory_budget
     if options.recompute is None and options.device_name is None and device.type == "cuda":
-        return default_budget(device)
+        return default_budget(device, expected_library_bytes(device))
     forward = joint.in_phase(Phase.FORWARD)
     if any(budget_of_region(node) is not None for node in forward):
         return 1.0
@@ -253,7 +258,7 @@ def _to_cache(lowered: Lowered, marks: Any) -> CachedPlan:
     assert isinstance(chosen, Chosen) and schedule is not None
     return CachedPlan(
         limit=chosen.limit,
-        peak=lowered.peak.bytes,
+        peak=lowered.lasting_peak,
         frontier=chosen.frontier,
         sent=lowered.setting.sent,
         room=lowered.setting.room,
@@ -290,7 +295,9 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
     room = min(cached.room, host_room(setting.options.host_budget, on_paper=setting.options.device_name is not None))
     looking = dataclasses.replace(_looking_in_tiles(joint, setting), sent=cached.sent, room=room)
     lowered = emit(copy, looking.knowing(schedule=schedule), chosen=recalled)
-    if lowered.peak.bytes != cached.peak:
-        raise ValueError(f"its programs peak at {lowered.peak.bytes} bytes, not {cached.peak}")
+    if lowered.lasting_peak != cached.peak:
+        raise ValueError(f"its programs peak at {lowered.lasting_peak} bytes, not {cached.peak}")
+    if lowered.peak.bytes > cached.limit:
+        raise ValueError(f"with the blocks that the allocator has now, its programs peak at {lowered.peak.bytes} bytes")
     log.info("%s", lowered.plan)
     return lowered

@@ -10,11 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.caching_allocator import allocator_of
+from roundpipe_fx.analysis.allocator_histories import histories_of
+from roundpipe_fx.analysis.caching_allocator import CachingAllocator, History
 from roundpipe_fx.analysis.memory_timeline import memory_timeline
 from roundpipe_fx.analysis.outside_loss import returned_view_bytes
 from roundpipe_fx.analysis.program_events import Course, course_of
-from roundpipe_fx.analysis.simulator import PeakMoment, allocation_granularity, footprint_of_course, peak_of_course
+from roundpipe_fx.analysis.simulator import (
+    PeakMoment,
+    allocation_granularity,
+    footprint_of_course,
+    peak_of_course,
+    worst_history,
+)
 from roundpipe_fx.analysis.step_of_calls import Footprint
 from roundpipe_fx.codegen import Program, StageModule, own_nodes
 from roundpipe_fx.compiler.make_plan import make_plan
@@ -117,7 +124,14 @@ class Lowered:
             alive=setting.step.alive if setting.step is not None else 1,
             # Of what is needed for it, so that the plan does not keep the planner's result.
             read_step=functools.partial(
-                _emitted_step, joint, self.modules, self.forward, self.backward, self.tangents, setting.device
+                _emitted_step,
+                joint,
+                self.modules,
+                self.forward,
+                self.backward,
+                self.tangents,
+                setting.device,
+                setting.histories,
             ),
             read_in_tiles=setting.read_in_tiles,
         )
@@ -128,14 +142,28 @@ class Lowered:
 
     @functools.cached_property
     def call_peak(self) -> PeakMoment:
-        """The predicted peak of a step with this call alone."""
-        return peak_of_course(self._course, allocator_of(self.setting.device), _trained(self.joint))
+        """The predicted peak of a step with this call alone, after the worst history of the allocator."""
+        now = map(self._peak_after, self.setting.histories)
+        return max((self._lasting_peak, *now), key=lambda peak: peak.bytes)
+
+    @property
+    def lasting_peak(self) -> int:
+        """Bytes of the peak of one call, whatever blocks the device has now."""
+        return self._lasting_peak.bytes
+
+    @functools.cached_property
+    def _lasting_peak(self) -> PeakMoment:
+        exact = peak_of_course(self._course)
+        peaks = [self._peak_after(history) for history in histories_of(self.setting.device, exact.bytes)]
+        return max(peaks, key=lambda peak: peak.bytes, default=exact)
+
+    def _peak_after(self, history: History) -> PeakMoment:
+        return peak_of_course(self._course, CachingAllocator(), _trained(self.joint), history)
 
     @functools.cached_property
     def footprint(self) -> Footprint:
         """The memory footprint of one call."""
-        counted_more = allocator_of(self.setting.device) is not None
-        beyond = max(self.call_peak.bytes - peak_of_course(self._course).bytes, 0) if counted_more else 0
+        beyond = max(self.call_peak.bytes - peak_of_course(self._course).bytes, 0)
         return footprint_of_course(self._course, self.gradient_owners, beyond)
 
 
@@ -158,11 +186,18 @@ def _emitted_step(
     backward: Program | None,
     tangents: Collection[fx.Node],
     device: torch.device,
+    now: Sequence[History],
 ) -> EmittedStep:
     """What is read off the programs when somebody looks at the plan."""
     nodes = own_nodes(joint, modules)
     course = _course(joint, forward, backward, tangents, device)
+    histories = *histories_of(device, peak_of_course(course).bytes), *now
+    memory = memory_timeline(course, nodes)
+    if histories:
+        trained = _trained(joint)
+        worst = worst_history(course, histories, trained)
+        memory = memory_timeline(course, nodes, CachingAllocator(), trained, worst)
     return EmittedStep(
-        memory=memory_timeline(course, nodes, allocator_of(device), _trained(joint)),
+        memory=memory,
         lines=emitted_lines(modules.values(), nodes),
     )

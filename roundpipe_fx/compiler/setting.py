@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_fx.analysis.caching_allocator import History
 from roundpipe_fx.analysis.cost import CostModel
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.compiler.run_passes import run_passes
@@ -34,6 +35,7 @@ class Setting:
             the last of them may exceed it.
         room: bytes that all these values have at most.
         read_in_tiles: gives what plans in tiles reach; ``None``: there are none.
+        histories: blocks that the device's allocator has now, by which the plan is judged too.
     """
 
     passes: Sequence[Pass]
@@ -44,6 +46,7 @@ class Setting:
     sent: int = 0
     room: int = 0
     read_in_tiles: Callable[[], PlansInTiles] | None = None
+    histories: Sequence[History] = ()
 
     @property
     def options(self) -> Options:

@@ -350,12 +350,22 @@ class Pipeline:
             *split_tensors(kwargs, [of_call for _, of_call in pieces], of_kwargs),
         ]
 
-    def close(self) -> None:
-        """End the workers once their current step is done."""
-        with self._lock:
-            if self._workers is not None:
-                self._workers.close()
-                self._workers = None
+    def take_over_workers(self, replaced: Pipeline) -> None:
+        """Run on the workers of a pipeline that this one replaces, and which may still have to run a backward.
+
+        For new threads and streams libraries would keep more memory (:mod:`roundpipe_fx.runtime.library_memory`).
+        """
+        self._lock, self._workers = replaced._lock, replaced._workers
+
+    def _devices(self) -> tuple[torch.device, ...]:
+        """Of this process's workers; empty: one worker, where the model is."""
+        return self.settings.devices if self._processes is None else self.settings.devices[:1]
+
+    def _workers_on(self, devices: tuple[torch.device, ...]) -> Workers:
+        """The workers, which are made if there are none for these devices. Others end when nobody holds them."""
+        if self._workers is None or self._workers.devices != devices:
+            self._workers = Workers(devices)
+        return self._workers
 
     def _placed(self, inputs: Any, loss_fn: Any = None) -> Any:
         """Inputs where the graph is to run; notes whether the model is offloaded."""
@@ -385,6 +395,9 @@ class Pipeline:
         self._compile_state.sizes_differ = sizes_differ([(call.args, call.keywords) for call in calls])
         if self._processes is not None:
             self._compile_state.pinned = self._processes.structure
+        devices = self._devices()
+        if devices and devices[0].type != "cpu":
+            self._workers_on(devices)  # before a plan is made for the memory that is free
         with self._looking_moved(), self._traced():
             modules = [*self._model.modules()]
             keep = torch_private.keep_users_exceptions
@@ -456,20 +469,16 @@ class Pipeline:
         device = self._generator_device(captured)
         first = self._processes.replication.first_stream if self._processes is not None else 0
         streams = random_streams.random_streams(device, len(captured.programs), first)
-        if self._workers is None:
-            devices = self.settings.devices if self._processes is None else self.settings.devices[:1]
-            self._workers = Workers(devices or (device,))
+        workers = self._workers_on(self._devices() or (device,))
         on_host: Collection[int] = ()
         if self._offloaded is not None:
             self._offloaded.pin()
             on_host = self._offloaded.tensors.keys()
         if self._processes is not None:
-            finished = self._processes.run(
-                self._workers, captured, kinds, self._scheduled, tangents, streams, inherited
-            )
+            finished = self._processes.run(workers, captured, kinds, self._scheduled, tangents, streams, inherited)
         else:
             finished = run_pipeline(
-                self._workers,
+                workers,
                 scheduled.instructions,
                 captured.programs,
                 captured.primals,

@@ -67,6 +67,8 @@ class Plan:
             ``peak``: of a budget in bytes they are set aside.
         bucket_bytes: bytes of the buckets of the DistributedDataParallel around the model, or inside: it allocates them
             when it is made, not in a step.
+        library_bytes: bytes that libraries keep on the devices for their threads and streams (workspaces of cuBLAS),
+            when the plan is made: they are allocated before a step begins, and never freed.
         on_host: names of the saved values that are on the host between forward and backward. (Those of a pipeline are
             in ``pipeline.offloaded``.)
         pipeline: how a step is pipelined, if it is; the rest of the plan is then that of one microbatch.
@@ -93,6 +95,7 @@ class Plan:
     tiles: tuple[PlannedTiles, ...] = ()
     gathered_bytes: int = 0
     bucket_bytes: int = 0
+    library_bytes: int = 0
     on_host: tuple[str, ...] = ()
     pipeline: PlannedPipeline | None = None
     timing: Timing | None = field(compare=False, default=None)

@@ -41,7 +41,8 @@ def header_lines(plan: Plan) -> list[str]:
     if plan.pipeline is not None:
         lines += pipeline_lines(plan.pipeline)
     what = "predicted peak" if plan.pipeline is None else "of one microbatch alone, predicted peak"
-    lines.append(f"{what}: {bytes_text(plan.peak.bytes)} ({plan.peak.bytes} bytes), {_moment(plan.peak)}")
+    libraries = f"; libraries keep {bytes_text(plan.library_bytes)} beside it" if plan.library_bytes else ""
+    lines.append(f"{what}: {bytes_text(plan.peak.bytes)} ({plan.peak.bytes} bytes), {_moment(plan.peak)}{libraries}")
     if plan.training:
         lines.append(
             f"saved for the backward: {bytes_text(plan.saved_bytes)}{_on_host(plan)}; recomputed: "

@@ -17,6 +17,7 @@ import torch
 
 from roundpipe_fx.runtime.copies import copied, copied_together
 from roundpipe_fx.runtime.host_buffers import HostBuffers, allocating_on_host
+from roundpipe_fx.runtime.library_memory import touch_libraries
 from roundpipe_fx.runtime.pinned_memory import PinnedGradients, release_idle_pages
 from roundpipe_fx.runtime.streams import on_stream
 
@@ -45,6 +46,9 @@ class DeviceStreams(Protocol):
 
     device: torch.device
     host_buffers: HostBuffers
+
+    def touch_libraries(self) -> None:
+        """Called in the worker's thread before any step: libraries allocate what they keep."""
 
     def prepare(self, caller_device: torch.device, devices: Collection[torch.device]) -> None:
         """Called in the caller's thread before a step, which must run after what the caller has issued."""
@@ -116,6 +120,9 @@ class HostDeviceStreams:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.host_buffers = HostBuffers(self.device)
+
+    def touch_libraries(self) -> None:
+        """Nothing that counts."""
 
     def prepare(self, caller_device: torch.device, devices: Collection[torch.device]) -> None:
         """Nothing to wait for."""
@@ -200,6 +207,10 @@ class AcceleratorDeviceStreams:
         self._leaving: list[torch.Tensor] = []
         self._brought: Any = None
         self._left: Any = None
+
+    def touch_libraries(self) -> None:
+        """All that a worker computes runs on the compute stream."""
+        touch_libraries(self.compute)
 
     def prepare(self, caller_device: torch.device, devices: Collection[torch.device]) -> None:
         """Record the caller's streams on its own and on the workers' devices. Current streams are thread-local."""

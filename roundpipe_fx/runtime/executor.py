@@ -14,6 +14,7 @@ import torch
 from roundpipe_fx.codegen import Program, program_text
 from roundpipe_fx.ir.joint_graph import Mark
 from roundpipe_fx.runtime.incoming_gradients import Like, incoming_gradient
+from roundpipe_fx.runtime.library_memory import touch_libraries
 from roundpipe_fx.runtime.stage_compiler import Boxed
 from roundpipe_fx.runtime.streams import AcceleratorStreams, NoStreams
 
@@ -53,6 +54,7 @@ def load_program(program: Program, stages: Mapping[str, Boxed], strided: bool = 
             if arguments[index] is None:
                 arguments[index] = zeros()
         with streams.running():
+            touch_libraries(*streams.used)
             return body(arguments)
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -8,11 +8,12 @@ the same name does, on streams and events that belong to the program. On the CPU
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = ["AcceleratorStreams", "NoStreams", "on_stream"]
+__all__ = ["AcceleratorStreams", "NoStreams", "on_stream", "side_stream"]
 
 FIRST_EVENT = 2
 _NOTHING = contextlib.nullcontext()
@@ -20,6 +21,8 @@ _NOTHING = contextlib.nullcontext()
 
 class NoStreams:
     """Streams of a program on the CPU: everything runs in program order."""
+
+    used: Sequence[torch.Stream] = ()
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Context manager around one run of the program."""
@@ -41,12 +44,19 @@ class NoStreams:
         """Nothing to do."""
 
 
+@functools.cache
+def side_stream(device: torch.device) -> torch.Stream:
+    """The side stream of all programs on a device: libraries keep memory for each stream that they run on."""
+    return torch.Stream(device)
+
+
 class AcceleratorStreams:
     """Streams of a program on an accelerator: 0 is the caller's stream, 1 a side stream; events are numbered from 2."""
 
     def __init__(self, device: torch.device, events: int) -> None:
         self._device = device
-        self._side = torch.Stream(device)
+        self._has_side = events > 0
+        self._side = side_stream(device)
         self._events = [torch.Event(device) for _ in range(events)]
         self._streams = [self._side, self._side]
 
@@ -60,6 +70,11 @@ class AcceleratorStreams:
                 yield
             finally:
                 torch.accelerator.set_stream(main)
+
+    @property
+    def used(self) -> Sequence[torch.Stream]:
+        """The streams that operations of the program run on, inside :meth:`running`."""
+        return self._streams if self._has_side else self._streams[:1]
 
     def fork(self, from_stream: int, to_stream: int) -> None:
         """Make ``to_stream`` current."""

@@ -93,6 +93,7 @@ def _work(
             torch.set_num_threads(threads)
         if device_streams.device.type != "cpu":
             torch.accelerator.set_device_index(device_streams.device.index)
+        device_streams.touch_libraries()
     except BaseException:
         started.abort()  # otherwise the constructor would wait for this thread forever
         raise

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundpipe_fx.analysis.caching_allocator import CachingAllocator, allocator_of
+from roundpipe_fx.analysis.caching_allocator import CachingAllocator, MemorySegment, allocator_of
 from roundpipe_fx.analysis.liveness import Event, peak_of
 
 MIB = 1 << 20
@@ -47,6 +47,17 @@ def test_freed_neighbours_become_one_piece() -> None:
     for name in (1, 3, 2):
         allocator.give_back(name)
     assert allocator.take(4, 15 * MIB - MIB) == 15 * MIB
+
+
+def test_blocks_that_were_there_before_are_handed_out_first() -> None:
+    allocator = CachingAllocator()
+    allocator.add([MemorySegment(is_small=False, blocks=((3 * MIB, True), (10 * MIB, False), (7 * MIB, True)))])
+    assert allocator.take(0, 2 * MIB + MIB // 2) == 3 * MIB  # half a mebibyte is not split off
+    assert allocator.take(1, 4 * MIB) == 4 * MIB
+    assert allocator.take(2, 3 * MIB) == 3 * MIB  # the rest; nothing of the block in use
+    allocator.give_back(1)
+    assert allocator.take(3, 4 * MIB) == 4 * MIB
+    assert sum(map(len, (pool.free for pool in allocator._pools.values()))) == 0
 
 
 @given(

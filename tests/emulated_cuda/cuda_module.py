@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import mmap
 import os
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 
-__all__ = ["device", "emulate"]
+__all__ = ["capturing", "device", "emulate", "failing_unregistration"]
 
 
 def _preloaded() -> ModuleType:
@@ -40,15 +42,25 @@ class _Properties:
 
 
 class _Cudart:
-    """Of CUDA's runtime, what registers memory of the host. Two registered ranges share no page."""
+    """Of CUDA's runtime, what registers memory of the host. Two registered ranges share no page.
+
+    Attributes:
+        registered: bytes of each range, by address.
+        unregistering: what :meth:`cudaHostUnregister` returns or raises instead of unregistering; 0: it unregisters.
+    """
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
+        self.unregistering: int | Exception = 0
 
     cudaError = int
 
     def cudaGetErrorString(self, code: int) -> str:
-        return {2: "out of memory", 712: "part or all of the requested memory range is already mapped"}[code]
+        return {
+            2: "out of memory",
+            712: "part or all of the requested memory range is already mapped",
+            713: "pointer does not correspond to a registered memory region",
+        }[code]
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         end = address + size
@@ -59,8 +71,39 @@ class _Cudart:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        del self.registered[address]
-        return 0
+        if isinstance(self.unregistering, Exception):
+            raise self.unregistering
+        if not self.unregistering:
+            del self.registered[address]
+        return self.unregistering
+
+
+@contextlib.contextmanager
+def failing_unregistration(result: int | Exception = 713) -> Iterator[None]:
+    """Context manager in which memory of the host stays registered.
+
+    Args:
+        result: what ``cudaHostUnregister`` returns, or what its binding raises.
+    """
+    cudart: Any = torch.cuda.cudart()
+    cudart.unregistering = result
+    try:
+        yield
+    finally:
+        cudart.unregistering = 0
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Context manager in which a graph is being captured: to synchronize the host, or to query an event, is refused.
+
+    Operators run at once, and what was captured cannot be replayed.
+    """
+    device.capture(True)
+    try:
+        yield
+    finally:
+        device.capture(False)
 
 
 def _page_end(address: int) -> int:
@@ -79,7 +122,7 @@ def emulate() -> None:
     private._cuda_getCurrentRawStream = lambda index: 0
     private._cuda_exchangeDevice = _exchange
     private._cuda_maybeExchangeDevice = _maybe_exchange
-    private._cuda_isCurrentStreamCapturing = lambda: False
+    private._cuda_isCurrentStreamCapturing = device.is_capturing
     private._cuda_setStream = _set_stream
     cudart = _Cudart()
     cuda.cudart = lambda: cudart
@@ -94,7 +137,8 @@ def emulate() -> None:
     cuda.is_available = lambda: True
     cuda.is_initialized = lambda: True
     cuda.is_bf16_supported = lambda including_emulation=True: True
-    cuda.is_current_stream_capturing = lambda: False
+    cuda.is_current_stream_capturing = device.is_capturing
+    cuda.current_blas_handle = device.use_blas
     cuda.current_device = device.current_device
     cuda.device_count = device.device_count
     cuda.set_device = lambda which: device.set_device(_index(which))
@@ -102,7 +146,7 @@ def emulate() -> None:
     cuda.get_device_capability = lambda which=None: (_Properties.major, _Properties.minor)
     cuda.get_device_properties = lambda which=None: _Properties
     cuda.synchronize = lambda which=None: device.synchronize(_index(which))
-    cuda.current_stream = lambda which=None: torch.accelerator.current_stream(torch.device("cuda", _index(which)))
+    cuda.current_stream = _current_stream
     cuda.Event = _Event
     cuda.set_sync_debug_mode = lambda mode: device.refuse_synchronizations(mode in ("error", 2))
 
@@ -112,14 +156,28 @@ def emulate() -> None:
     cuda.manual_seed = lambda seed: cuda.default_generators[_index()].manual_seed(seed)
     cuda.manual_seed_all = cuda.random.manual_seed_all = _seed_all
 
-    cuda.memory_allocated = lambda which=None: device.allocated(_index(which))
-    cuda.memory_reserved = lambda which=None: device.allocated(_index(which))
-    cuda.max_memory_allocated = lambda which=None: device.peak(_index(which))
+    cuda.memory_stats = _memory_stats
+    cuda.memory_allocated = lambda which=None: _memory_stats(which)["allocated_bytes.all.current"]
+    cuda.max_memory_allocated = lambda which=None: _memory_stats(which)["allocated_bytes.all.peak"]
+    cuda.memory_reserved = lambda which=None: _memory_stats(which)["reserved_bytes.all.current"]
+    cuda.max_memory_reserved = lambda which=None: _memory_stats(which)["reserved_bytes.all.peak"]
+    cuda.memory_snapshot = cuda.memory.memory_snapshot = _memory_snapshot
     cuda.reset_peak_memory_stats = lambda which=None: device.reset_peak(_index(which))
-    cuda.mem_get_info = lambda which=None: (device.capacity() - device.allocated(_index(which)), device.capacity())
+    cuda.mem_get_info = lambda which=None: (device.capacity() - cuda.memory_reserved(which), device.capacity())
     cuda.empty_cache = device.empty_cache
     torch.UntypedStorage.clone = _cloned_storage  # type: ignore[method-assign]
     torch.UntypedStorage.resize_ = _resized_storage  # type: ignore[method-assign]
+
+
+class _Stream(torch.Stream):
+    @property
+    def cuda_stream(self) -> int:
+        return self.stream_id
+
+
+def _current_stream(which: Any = None) -> _Stream:
+    stream = torch.accelerator.current_stream(torch.device("cuda", _index(which)))
+    return _Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
@@ -143,6 +201,39 @@ def _maybe_exchange(index: int) -> int:  # a function of its own: Dynamo knows t
     before = device.current_device()
     device.set_device(index)
     return before
+
+
+def _memory_stats(which: Any = None) -> dict[str, int]:
+    counters = zip(("allocated", "active", "reserved"), device.counters(_index(which)), strict=True)
+    return {
+        f"{name}_bytes.all.{what}": size
+        for name, sizes in counters
+        for what, size in zip(("current", "peak"), sizes, strict=True)
+    }
+
+
+def _memory_snapshot(mempool_id: Any = None) -> list[dict[str, Any]]:
+    segments = []
+    for number, (index, stream, is_small, size, blocks) in enumerate(device.snapshot()):
+        segments.append(
+            {
+                "device": index,
+                "stream": stream,
+                "segment_type": "small" if is_small else "large",
+                "segment_pool_id": (0, 0),
+                "address": number << 40,
+                "total_size": size,
+                "blocks": [
+                    {
+                        "address": (number << 40) + at,
+                        "size": length,
+                        "state": "inactive" if free else "active_allocated",
+                    }
+                    for at, length, free in blocks
+                ],
+            }
+        )
+    return segments
 
 
 def _get_rng_state(which: Any = "cuda") -> torch.Tensor:

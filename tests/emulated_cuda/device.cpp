@@ -7,6 +7,7 @@
 #include <ATen/InferSize.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -14,6 +15,8 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cmath>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
@@ -33,7 +36,8 @@ using torch::jit::Stack;
 constexpr auto kType = c10::DeviceType::CUDA;
 constexpr int kDevices = 4;
 constexpr size_t kRounding = 512;
-constexpr int64_t kCapacity = 8LL << 30;
+constexpr int64_t kCapacity = 16LL << 30;
+constexpr int kPooledStreams = 32;
 
 // ---------------------------------------------------------------------------------------------------------- clocks
 
@@ -47,7 +51,8 @@ Clock host;  // what the host has waited for
 std::vector<std::string> found_races;
 std::vector<std::string> seen_synchronizations;
 bool refuse_synchronizations = false;
-int64_t next_stream = 1;
+std::array<int64_t, kDevices> streams_made{};
+bool is_capturing = false;
 
 thread_local int current_device = 0;
 thread_local std::array<int64_t, kDevices> current_stream{};
@@ -145,7 +150,17 @@ void host_knows(const Clock& clock) {
   departing.erase(std::remove_if(departing.begin(), departing.end(), left), departing.end());
 }
 
+bool host_has_waited_for(const Clock& clock) {
+  return std::all_of(clock.begin(), clock.end(), [](auto& one) {
+    auto known = host.find(one.first);
+    return known != host.end() && known->second >= one.second;
+  });
+}
+
+void refuse_in_capture() { TORCH_CHECK(!is_capturing, "CUDA error: operation not permitted when stream is capturing"); }
+
 void host_waits(int stream, const std::string& for_what) {
+  refuse_in_capture();
   seen_synchronizations.push_back(for_what);
   TORCH_CHECK(!refuse_synchronizations, "called a synchronizing CUDA operation: ", for_what);
   host_knows(clocks[stream]);
@@ -165,7 +180,7 @@ struct Chunk {
 struct Pool {
   std::map<std::pair<int64_t, size_t>, Chunk> chunks;                 // by segment and offset
   std::set<std::tuple<size_t, int64_t, size_t>> free_chunks;          // by size, then place
-  int64_t segments = 0;
+  std::vector<size_t> segments;  // their sizes
 
   void add(const Chunk& chunk) {
     chunks[{chunk.segment, chunk.offset}] = chunk;
@@ -180,13 +195,62 @@ struct Pool {
 constexpr size_t kMiB = 1 << 20;
 std::map<std::pair<int, bool>, Pool> pools;  // by stream, and whether for small requests
 
-Chunk taken_chunk(int stream, size_t size) {
+struct Counter {
+  int64_t now = 0;
+  int64_t peak = 0;
+
+  void add(int64_t bytes) {
+    now += bytes;
+    peak = std::max(peak, now);
+  }
+};
+
+// Bytes of a device: handed out; those, and what is freed while another stream may still use it; taken from the device.
+struct Counters {
+  Counter allocated, active, reserved;
+};
+
+std::array<Counters, kDevices> counters;
+
+// Freed memory that the allocator was told of other streams for: it is not handed out before the host has found out
+// that they are done with it. That it polls their events is not emulated: a host can always run ahead of a device.
+struct Pending {
+  int device, owner;
+  bool is_small;
+  Chunk chunk;
+  Clock uses;
+};
+std::vector<Pending> pending;
+
+void give_back(int stream, bool is_small, Chunk chunk);
+void release_unused(int device);
+
+void release_pending(bool wait_for_all = false) {
+  auto is_done = [&](const Pending& one) { return wait_for_all || host_has_waited_for(one.uses); };
+  for (auto& one : pending)
+    if (is_done(one)) {
+      counters[one.device].active.add(-static_cast<int64_t>(one.chunk.size));
+      give_back(one.owner, one.is_small, one.chunk);
+    }
+  pending.erase(std::remove_if(pending.begin(), pending.end(), is_done), pending.end());
+}
+
+Chunk taken_chunk(int device, int stream, size_t size) {
   bool is_small = size <= kMiB;
+  release_pending();
   auto& pool = pools[{stream, is_small}];
   auto fits = pool.free_chunks.lower_bound({size, -1, 0});
   if (fits == pool.free_chunks.end()) {
     size_t segment = is_small ? 2 * kMiB : size < 10 * kMiB ? 20 * kMiB : (size + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB);
-    pool.add({pool.segments++, 0, segment});
+    auto& reserved = counters[device].reserved;
+    if (reserved.now + static_cast<int64_t>(segment) > kCapacity) {
+      release_pending(true);
+      release_unused(device);
+    }
+    TORCH_CHECK_WITH(OutOfMemoryError, reserved.now + static_cast<int64_t>(segment) <= kCapacity, "CUDA out of memory: ", size);
+    reserved.add(static_cast<int64_t>(segment));
+    pool.segments.push_back(segment);
+    pool.add({static_cast<int64_t>(pool.segments.size()) - 1, 0, segment});
     fits = pool.free_chunks.lower_bound({size, -1, 0});
   }
   Chunk chunk = pool.chunks.at({std::get<1>(*fits), std::get<2>(*fits)});
@@ -220,17 +284,53 @@ void give_back(int stream, bool is_small, Chunk chunk) {
   pool.add(chunk);
 }
 
+std::vector<int> devices_of_streams() {
+  std::vector<int> devices(clocks.size());
+  for (auto& [place, number] : numbers) devices[number] = place.first;
+  return devices;
+}
+
 // Segments of which nothing is in use go back to the device.
-void empty_cache() {
-  Locked locked(everything);
+void release_unused(int device) {
+  auto devices = devices_of_streams();
   for (auto& [key, pool] : pools) {
+    if (devices[key.first] != device) continue;
     std::map<int64_t, int> parts;
     for (auto& [place, chunk] : pool.chunks) parts[place.first]++;
     std::vector<Chunk> unused;
     for (auto& [place, chunk] : pool.chunks)
       if (chunk.is_free && parts[place.first] == 1) unused.push_back(chunk);
-    for (auto& chunk : unused) pool.take_out(chunk);
+    for (auto& chunk : unused) {
+      pool.take_out(chunk);
+      counters[device].reserved.add(-static_cast<int64_t>(chunk.size));
+    }
   }
+}
+
+void empty_cache() {
+  Locked locked(everything);
+  release_pending(true);
+  for (int device = 0; device < kDevices; device++) release_unused(device);
+}
+
+// Segments as torch.cuda.memory_snapshot has them: device, stream, whether small, size, and (offset, size, is free) of
+// its blocks.
+using Snapshot = std::vector<std::tuple<int, int64_t, bool, size_t, std::vector<std::tuple<size_t, size_t, bool>>>>;
+
+Snapshot snapshot() {
+  Locked locked(everything);
+  release_pending();
+  Snapshot segments;
+  for (auto& [place, number] : numbers)
+    for (bool is_small : {true, false}) {
+      auto pool = pools.find({number, is_small});
+      if (pool == pools.end()) continue;
+      std::map<int64_t, std::vector<std::tuple<size_t, size_t, bool>>> blocks;
+      for (auto& [at, chunk] : pool->second.chunks) blocks[at.first].emplace_back(chunk.offset, chunk.size, chunk.is_free);
+      for (auto& [segment, of_segment] : blocks)
+        segments.emplace_back(place.first, place.second, is_small, pool->second.segments[segment], of_segment);
+    }
+  return segments;
 }
 
 struct Use {
@@ -251,41 +351,38 @@ struct Block {
   std::set<int> recorded;    // streams that the allocator was told of
 };
 
-struct Counters {
-  int64_t now = 0;
-  int64_t peak = 0;
-};
-
-std::array<Counters, kDevices> counters;
 std::map<int, std::map<int, Use>> freed;  // by owner: uses, by stream, of what was freed and not handed out again
 
 void report_memory(const Block& block, int64_t change) {
-  auto total = static_cast<size_t>(counters[block.device].now);
-  c10::reportMemoryUsageToProfiler(block.data, change, total, total, Device(kType, block.device));
+  auto total = static_cast<size_t>(counters[block.device].allocated.now);
+  auto reserved = static_cast<size_t>(counters[block.device].reserved.now);
+  c10::reportMemoryUsageToProfiler(block.data, change, total, reserved, Device(kType, block.device));
 }
 
 struct Allocator final : c10::Allocator {
-  c10::DataPtr allocate(size_t size) override {
+  c10::DataPtr allocate(size_t size) override { return allocated(size, size); }
+
+  // Of memory that no kernel here reads or writes, as many bytes are there as are ``backed``.
+  static c10::DataPtr allocated(size_t size, size_t backed) {
     Locked locked(everything);
     int device = current_device;
     if (size == 0) return {nullptr, nullptr, &gone, Device(kType, device)};
     size_t rounded = (size + kRounding - 1) / kRounding * kRounding;
-    auto& count = counters[device];
-    TORCH_CHECK_WITH(OutOfMemoryError, count.now + static_cast<int64_t>(rounded) <= kCapacity, "CUDA out of memory: ", rounded);
     int owner = current_number(device);
     join(clocks[owner], host);
     for (auto& [stream, use] : freed[owner])
       if (!has_happened(stream, use.time, owner))
         found_races.push_back("memory is handed out on " + names[owner] + " that " + names[stream] + " may still use: " + use.by);
     freed[owner].clear();
+    auto chunk = taken_chunk(device, owner, rounded);
+    backed = (backed + kRounding - 1) / kRounding * kRounding;
     void* data = nullptr;
-    TORCH_CHECK(posix_memalign(&data, 64, rounded) == 0, "no memory left on the host");
-    std::memset(data, 0xff, rounded);  // not a number
-    auto chunk = taken_chunk(owner, rounded);
+    TORCH_CHECK(posix_memalign(&data, 64, backed) == 0, "no memory left on the host");
+    std::memset(data, 0xff, backed);  // not a number
     size_t bytes = chunk.size;
     auto* block = new Block{data, bytes, chunk, rounded <= kMiB, device, owner, owner, {clocks[owner][owner], "its allocation"}};
-    count.now += static_cast<int64_t>(bytes);
-    count.peak = std::max(count.peak, count.now);
+    counters[device].allocated.add(static_cast<int64_t>(bytes));
+    counters[device].active.add(static_cast<int64_t>(bytes));
     report_memory(*block, static_cast<int64_t>(bytes));
     return {data, block, &gone, Device(kType, device)};
   }
@@ -297,8 +394,17 @@ struct Allocator final : c10::Allocator {
       Locked locked(everything);
       note_freed(*block, block->writer, block->written);
       for (auto& [stream, use] : block->reads) note_freed(*block, stream, use);
-      give_back(block->owner, block->is_small, block->chunk);
-      counters[block->device].now -= static_cast<int64_t>(block->bytes);
+      auto bytes = static_cast<int64_t>(block->bytes);
+      Clock uses;
+      for (int stream : block->recorded)
+        if (stream != block->owner) uses[stream] = clocks[stream][stream];
+      counters[block->device].allocated.add(-bytes);
+      if (host_has_waited_for(uses)) {
+        counters[block->device].active.add(-bytes);
+        give_back(block->owner, block->is_small, block->chunk);
+      } else {
+        pending.push_back({block->device, block->owner, block->is_small, block->chunk, uses});
+      }
       report_memory(*block, -static_cast<int64_t>(block->bytes));
     }
     free(block->data);
@@ -316,6 +422,44 @@ struct Allocator final : c10::Allocator {
 } allocator;
 
 Block* block_of(const at::Tensor& tensor) { return static_cast<Block*>(tensor.storage().data_ptr().get_context()); }
+
+// cuBLAS. A thread takes a handle of each device from a pool and puts it back when it ends. For each handle and stream
+// there is a workspace, of the caching allocator's memory, from the first product on and for good.
+constexpr size_t kBlasWorkspace = 32 * kMiB;  // on Hopper
+std::array<std::vector<int>, kDevices> unused_handles;
+std::array<int, kDevices> handles_made{};
+std::map<std::tuple<int, int, int>, c10::DataPtr> blas_workspaces;  // by device, handle and stream
+
+struct Handles {
+  std::map<int, int> own;  // by device
+  ~Handles() {
+    Locked locked(everything);
+    for (auto& [device, handle] : own) unused_handles[device].push_back(handle);
+  }
+};
+thread_local Handles handles;
+
+void use_blas(int device, int stream) {
+  Locked locked(everything);
+  auto [place, is_new] = handles.own.try_emplace(device, 0);
+  if (is_new) {
+    auto& unused = unused_handles[device];
+    if (unused.empty()) place->second = handles_made[device]++;
+    else {
+      place->second = unused.back();
+      unused.pop_back();
+    }
+  }
+  std::tuple key{device, place->second, stream};
+  if (!blas_workspaces.count(key)) blas_workspaces.emplace(key, Allocator::allocated(kBlasWorkspace, kRounding));
+}
+
+bool is_product(const std::string& name) {
+  static const std::set<std::string> names = {
+      "aten::mm", "aten::addmm", "aten::addmm_", "aten::_addmm_activation", "aten::bmm", "aten::baddbmm", "aten::baddbmm_",
+      "aten::addbmm", "aten::addmv", "aten::addmv_", "aten::mv", "aten::dot", "aten::vdot", "aten::_int_mm"};
+  return names.count(name) > 0;
+}
 
 void race(const std::string& text) {
   found_races.push_back(text);
@@ -351,6 +495,7 @@ void write(const at::Tensor& tensor, int stream, const std::string& by) {
 struct Event {
   Clock clock;
   std::chrono::steady_clock::time_point moment;
+  bool was_asked = false;
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -376,7 +521,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream getDefaultStream(Device device) const override { return Stream(Stream::DEFAULT, Device(kType, index_of(device))); }
   Stream getNewStream(Device device, int) const override {
     Locked locked(everything);
-    return Stream(Stream::UNSAFE, Device(kType, index_of(device)), next_stream++);
+    int index = index_of(device);
+    return Stream(Stream::UNSAFE, Device(kType, index), 1 + streams_made[index]++ % kPooledStreams);
   }
   Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
   Stream exchangeStream(Stream stream) const override {
@@ -384,7 +530,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_stream[stream.device_index()] = stream.id();
     return before;
   }
-  bool queryStream(const Stream&) const override { return true; }
+  bool queryStream(const Stream& stream) const override {
+    Locked locked(everything);
+    int number = number_of(stream);
+    Clock clock{{number, clocks[number][number]}};
+    static std::map<int, uint64_t> asked;
+    auto last = std::exchange(asked[number], clocks[number][number]);
+    return is_done(clock, last == clocks[number][number]);
+  }
+  // What the host has not waited for is not done when it is asked for the first time.
+  static bool is_done(const Clock& clock, bool was_asked) {
+    refuse_in_capture();
+    if (host_has_waited_for(clock)) return true;
+    if (was_asked) host_knows(clock);
+    return was_asked;
+  }
   void synchronizeStream(const Stream& stream) const override {
     Locked locked(everything);
     host_waits(number_of(stream), "a stream is synchronized");
@@ -407,9 +567,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Locked locked(everything);
     if (event != nullptr) join(clocks[number_of(stream)], static_cast<Event*>(event)->clock);
   }
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void* event) const override {
+    Locked locked(everything);
+    if (event == nullptr) return true;
+    auto& asked = *static_cast<Event*>(event);
+    return is_done(asked.clock, std::exchange(asked.was_asked, true));
+  }
   void synchronizeEvent(void* event) const override {
     Locked locked(everything);
+    refuse_in_capture();
     seen_synchronizations.push_back("an event is synchronized");
     if (event != nullptr) host_knows(static_cast<Event*>(event)->clock);
   }
@@ -784,20 +950,23 @@ struct Call {
   }
 };
 
-void draw(const c10::OperatorHandle& op, Stack& arguments, const at::Generator& generator) {
+using Kernel = std::function<void(Stack&)>;
+
+void draw(const std::string& name, const Kernel& kernel, Stack& arguments, const at::Generator& generator) {
   static std::mutex one_at_a_time;
   std::lock_guard<std::mutex> locked(one_at_a_time);
-  TORCH_CHECK(generator.device().type() == kType, op.schema().name(), ": expected a generator of CUDA's");
+  TORCH_CHECK(generator.device().type() == kType, name, ": expected a generator of CUDA's");
   auto inner = static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->inner;
   auto host_generator = at::detail::getDefaultCPUGenerator();
   auto before = host_generator.get_state();
   host_generator.set_state(inner.get_state());
-  op.callBoxed(&arguments);
+  kernel(arguments);
   inner.set_state(host_generator.get_state());
   host_generator.set_state(before);
 }
 
-void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+// Run an operator. Of its results those at ``on_host`` stay there.
+void run_kernel(const c10::OperatorHandle& op, Stack* stack, const Kernel& kernel, const std::set<size_t>& on_host = {}) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
   auto arguments = torch::jit::last(*stack, count);
@@ -815,15 +984,112 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     for (auto& tensor : call.reads) read(tensor, call.stream, call.name);
     for (auto& [result, tensor] : call.written) write(tensor, call.stream, call.name);
     if (is_question(op, given)) host_waits(call.stream, call.name);
+    if (is_product(call.name)) use_blas(call.device, call.stream);
   }
   {
     BelowEverything below;
-    if (op.hasTag(at::Tag::nondeterministic_seeded)) draw(op, given, call.generator.value_or(generators()[call.device]));
-    else op.callBoxed(&given);
+    if (op.hasTag(at::Tag::nondeterministic_seeded)) draw(call.name, kernel, given, call.generator.value_or(generators()[call.device]));
+    else kernel(given);
   }
   call.take_over_resized();
   torch::jit::drop(*stack, count);
-  for (const auto& result : given) stack->push_back(call.returned(result));
+  for (size_t place = 0; place < given.size(); place++)
+    stack->push_back(on_host.count(place) ? given[place] : call.returned(given[place]));
+}
+
+void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  run_kernel(op, stack, [&](Stack& arguments) { op.callBoxed(&arguments); });
+}
+
+// Efficient attention. Seed and offset of its random numbers are on the host, whatever the fake kernel says, and the
+// backward reads them through a pointer of the host's: those of a device end the process.
+int64_t attention_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
+                         double dropout, bool is_causal, std::optional<double> scale, bool grouped) {
+  constexpr int64_t kMath = 0, kEfficient = 2;
+  auto dtype = query.scalar_type();
+  bool is_known = dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
+  if (!is_known || grouped || query.dim() != 4 || key.dim() != 4 || value.dim() != 4) return kMath;
+  int64_t multiple = dtype == at::kFloat ? 4 : 8;
+  for (auto* one : {&query, &key, &value})
+    if (one->scalar_type() != dtype || one->sym_size(-1) % multiple != 0 || one->sym_size(0) != query.sym_size(0) || one->sym_size(1) != query.sym_size(1)) return kMath;
+  if (query.sym_size(2) == 0 || key.sym_size(2) == 0 || (mask && mask->defined() && is_causal)) return kMath;
+  return at::globalContext().userEnabledMemEfficientSDP() ? kEfficient : kMath;
+}
+
+struct AttentionWeights {
+  at::Tensor scores, kept;
+  double scale;
+
+  AttentionWeights(const at::Tensor& query, const at::Tensor& key, const at::Tensor& bias, double dropout, bool is_causal,
+                   const c10::IValue& asked_scale, int64_t seed, int64_t offset) {
+    scale = asked_scale.isNone() ? 1 / std::sqrt(static_cast<double>(query.size(-1))) : asked_scale.toDouble();
+    scores = at::matmul(query.to(at::kFloat), key.to(at::kFloat).transpose(-2, -1)) * scale;
+    if (bias.defined()) scores = scores + bias;
+    if (is_causal) scores.masked_fill_(at::ones({query.size(2), key.size(2)}, at::kBool).tril().logical_not(), -INFINITY);
+    if (dropout > 0) {
+      auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(seed) ^ static_cast<uint64_t>(offset) << 32);
+      kept = at::rand(scores.sizes(), generator).ge(dropout).to(at::kFloat) / (1 - dropout);
+    }
+  }
+  at::Tensor with_kept(const at::Tensor& weights) const { return kept.defined() ? weights * kept : weights; }
+};
+
+at::Tensor optional_tensor(const c10::IValue& value) { return value.isTensor() ? value.toTensor() : at::Tensor(); }
+
+at::Tensor rows_first(const at::Tensor& tensor, const at::Tensor& like) {
+  return at::empty_permuted(tensor.sizes(), {0, 2, 1, 3}, like.options()).copy_(tensor);
+}
+
+void efficient_attention(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  auto kernel = [](Stack& given) {
+    auto query = given[0].toTensor(), key = given[1].toTensor(), value = given[2].toTensor(), bias = optional_tensor(given[3]);
+    bool with_sums = given[4].toBool();
+    double dropout = given[5].toDouble();
+    auto seed = at::empty({}, at::kLong), offset = at::empty({}, at::kLong);
+    if (dropout > 0) {
+      seed.random_();
+      offset.random_(1 << 16);
+    }
+    int64_t from = dropout > 0 ? *seed.const_data_ptr<int64_t>() : 0, at = dropout > 0 ? *offset.const_data_ptr<int64_t>() : 0;
+    AttentionWeights own(query, key, bias, dropout, given[6].toBool(), given[7], from, at);
+    auto sums = at::logsumexp(own.scores, {-1});
+    auto weights = (own.scores - sums.unsqueeze(-1)).exp().nan_to_num(0);
+    auto out = rows_first(at::matmul(own.with_kept(weights), value.to(at::kFloat)), query);
+    int64_t rows = query.size(2), padded = with_sums ? (rows + 31) / 32 * 32 : 0;
+    auto returned = at::full({query.size(0), query.size(1), padded}, INFINITY, at::kFloat);
+    if (with_sums) returned.narrow(2, 0, rows).copy_(sums);
+    given = {out, returned, seed, offset};
+  };
+  run_kernel(op, stack, kernel, {2, 3});
+}
+
+void efficient_attention_backward(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  if (arguments[9].toDouble() > 0)
+    for (auto& seed : {arguments[7].toTensor(), arguments[8].toTensor()})
+      if (seed.device().type() != c10::DeviceType::CPU) race("segmentation fault: the backward of efficient attention reads its seed, which is on the device, through a pointer of the host's");
+  auto kernel = [](Stack& given) {
+    auto incoming = given[0].toTensor().to(at::kFloat), query = given[1].toTensor(), key = given[2].toTensor(), value = given[3].toTensor();
+    auto bias = optional_tensor(given[4]), out = given[5].toTensor(), sums = given[6].toTensor();
+    double dropout = given[9].toDouble();
+    auto wanted = given[10].toBoolList();
+    int64_t seed = dropout > 0 ? *given[7].toTensor().const_data_ptr<int64_t>() : 0, offset = dropout > 0 ? *given[8].toTensor().const_data_ptr<int64_t>() : 0;
+    AttentionWeights own(query, key, bias, dropout, given[11].toBool(), given[12], seed, offset);
+    auto weights = (own.scores - sums.narrow(2, 0, query.size(2)).unsqueeze(-1)).exp().nan_to_num(0);
+    auto of_value = at::matmul(own.with_kept(weights).transpose(-2, -1), incoming);
+    auto of_weights = own.with_kept(at::matmul(incoming, value.to(at::kFloat).transpose(-2, -1)));
+    auto of_scores = weights * (of_weights - (incoming * out).sum({-1}, true));
+    auto of_query = at::matmul(of_scores, key.to(at::kFloat)) * own.scale;
+    auto of_key = at::matmul(of_scores.transpose(-2, -1), query.to(at::kFloat)) * own.scale;
+    at::Tensor of_bias;
+    if (bias.defined() && wanted[3]) {
+      auto padded = bias.sizes().vec();
+      padded.back() = (padded.back() + 15) / 16 * 16;
+      of_bias = at::empty(padded, bias.options()).narrow(-1, 0, bias.size(-1)).copy_(at::sum_to(of_scores, bias.sizes()));
+    }
+    given = {rows_first(of_query, query), rows_first(of_key, key), rows_first(of_value, value), of_bias};
+  };
+  run_kernel(op, stack, kernel);
 }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
@@ -839,7 +1105,12 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Tensor", set_tensor);
   library.impl("set_", set_nothing);
   library.impl("record_stream", record_stream);
+  library.impl("_fused_sdp_choice", attention_kernel);
+  library.impl("_scaled_dot_product_efficient_attention", torch::CppFunction::makeFromBoxedFunction<&efficient_attention>());
+  library.impl("_scaled_dot_product_efficient_attention_backward", torch::CppFunction::makeFromBoxedFunction<&efficient_attention_backward>());
 }
+
+at::native::RegisterCUDADispatch<decltype(at::native::_fused_sdp_choice_stub)> chooses(at::native::_fused_sdp_choice_stub, &attention_kernel);
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 
@@ -864,9 +1135,24 @@ PYBIND11_MODULE(emulated_device, module) {
   module.def("synchronize", [](int device) { Guard().synchronizeDevice(device); });
   module.def("generator", [](int device) { return generators()[device]; });
   module.def("capacity", [] { return kCapacity; });
-  module.def("allocated", [](int device) { return counters[device].now; });
-  module.def("peak", [](int device) { return counters[device].peak; });
-  module.def("reset_peak", [](int device) { counters[device].peak = counters[device].now; });
+  module.def("counters", [](int device) {
+    Locked locked(everything);
+    auto& [allocated, active, reserved] = counters[device];
+    using Both = std::pair<int64_t, int64_t>;
+    return std::tuple{Both{allocated.now, allocated.peak}, Both{active.now, active.peak}, Both{reserved.now, reserved.peak}};
+  }, "Bytes allocated, active and reserved: each now and at the peak.");
+  module.def("reset_peak", [](int device) {
+    Locked locked(everything);
+    auto& count = counters[device];
+    for (auto* one : {&count.allocated, &count.active, &count.reserved}) one->peak = one->now;
+  });
+  module.def("snapshot", snapshot);
+  module.def("use_blas", [] {
+    Locked locked(everything);
+    use_blas(current_device, current_number(current_device));
+  });
+  module.def("capture", [](bool begins) { is_capturing = begins; });
+  module.def("is_capturing", [] { return is_capturing; });
   module.def("races", [] { return taken(found_races); }, "Races since the last call, which are forgotten then.");
   module.def("synchronizations", [] { return taken(seen_synchronizations); }, "Likewise: what the host waited for.");
   module.def("empty_cache", empty_cache);

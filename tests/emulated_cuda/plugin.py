@@ -31,6 +31,7 @@ def _no_races() -> Iterator[None]:
     device.races()
     yield
     gc.collect()
+    device.capture(False)
     device.empty_cache()  # what is left over of a chunk counts: so that it does not depend on earlier tests
     found = device.races()
     assert not found, "\n".join(found[:5])

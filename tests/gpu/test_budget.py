@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -64,7 +65,29 @@ def test_what_the_allocator_does_not_split_off_is_in_the_prediction(budget: floa
         model.zero_grad()
         with roundpipe_fx.measure_peak("cuda") as peak:
             compiled(x).backward()
-    assert 0.98 * compiled.plan.peak_bytes <= peak.bytes <= compiled.plan.budget
+    assert 0.93 * compiled.plan.peak_bytes <= peak.bytes <= compiled.plan.budget
+
+
+@pytest.mark.parametrize("mebibytes", [(34,), (16, 10), (26, 28, 4, 18, 34, 33)])
+def test_blocks_that_earlier_work_has_left_do_not_raise_the_peak_above_the_prediction(
+    mebibytes: tuple[int, ...],
+) -> None:
+    model = OddSizes().cuda()
+    x = torch.randn(1000, 320, device="cuda")
+    compiled = roundpipe_fx.compile(model, memory_budget=0.4, stage_compiler="eager")
+    compiled(x).backward()
+    model.zero_grad()
+    gc.collect()
+    torch.cuda.empty_cache()
+    held = [torch.empty(size << 20, dtype=torch.uint8, device="cuda") for size in mebibytes]
+    reserved = torch.cuda.memory_reserved()
+    del held
+    for _ in range(2):
+        model.zero_grad()
+        with roundpipe_fx.measure_peak("cuda") as peak:
+            compiled(x).backward()
+        assert 0.93 * compiled.plan.peak_bytes <= peak.bytes <= compiled.plan.peak_bytes
+    assert torch.cuda.memory_reserved() <= reserved + 1.3 * compiled.plan.peak_bytes
 
 
 def test_without_a_budget_most_of_the_free_memory_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,7 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
     monkeypatch.setattr(
         torch.Tensor, "to", lambda self, device, non_blocking=False: found.to(self, device, non_blocking)
     )
+    monkeypatch.setattr(device_streams, "touch_libraries", lambda *streams: None)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: found.record_stream(self, stream))
     monkeypatch.setattr(torch.Tensor, "detach", lambda self: self)
     # Fake tensors are not made for several threads.

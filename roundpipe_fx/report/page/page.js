@@ -16,6 +16,7 @@ function headerOf(data) {
   if (Object.keys(plan.assumed).length) notes.push(`depends on data: ${bounds(plan.assumed)}`);
   if (plan.gathered_bytes) notes.push(`beside the budget, to gather parameters: ${bytesText(plan.gathered_bytes)}`);
   if (plan.bucket_bytes) notes.push(`outside of steps, buckets of DistributedDataParallel: ${bytesText(plan.bucket_bytes)}`);
+  if (plan.library_bytes) notes.push(`beside the peak, kept by libraries: ${bytesText(plan.library_bytes)}`);
   if (plan.tiles.length) notes.push(`${countText(plan.tiles.length, "region")} in tiles`);
   const figures = [
     [plan.pipeline ? "peak of a device" : "peak of a step", bytesText(data.peak), plan.budget === null ? "" : `${shareText(data.peak, plan.budget)} of ${bytesText(plan.budget)}`],
