@@ -8,10 +8,13 @@ step lasts from a forward that finds no call alive until no call is alive.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.step_of_calls import Footprint, NotedCall, NotedEvent, NotedStep, is_usual
@@ -166,18 +169,16 @@ class StepCalls:
         if token is None:
             call.over = True  # it holds nothing
             return
-        step = self._calls
+        call.token = weakref.ref(token, functools.partial(_token_freed, self, self._calls, number))
 
-        def freed(_: Any) -> None:
-            with self._lock:
-                if step is not self._calls:
-                    return
-                if returned and torch_private.in_backward():
-                    call.ending = True
-                else:
-                    self._freed(number)
-
-        call.token = weakref.ref(token, freed)
+    def _token_freed(self, step: list[_Call], number: int) -> None:
+        with self._lock:
+            if step is not self._calls:
+                return
+            if step[number].returned and torch_private.in_backward():
+                step[number].ending = True
+            else:
+                self._freed(number)
 
     def _call_of(self, graph: NotedGraph, arguments: Sequence[Any]) -> int | None:
         """Number of the latest call that a backward belongs to; ``None`` if it was not recorded."""
@@ -221,6 +222,11 @@ class StepCalls:
         self._clear()
         if calls:
             self._on_step(is_usual(len(calls), events), lambda: NotedStep(tuple(_noted(calls)), tuple(events)))
+
+
+@torch.compiler.disable(reason="a tensor may die anywhere, also in a function that is being compiled")
+def _token_freed(calls: StepCalls, step: list[_Call], number: int, _reference: Any) -> None:
+    calls._token_freed(step, number)
 
 
 def _noted(calls: Sequence[_Call]) -> list[NotedCall]:
