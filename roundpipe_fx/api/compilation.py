@@ -275,8 +275,7 @@ class _Compilation:
             if peak + others <= budget:
                 return
             self.learned.see_workspace(COMPILED_STAGES, excess)
-            if not self.learned.steps.replans:
-                self.learned.tell_of_excess(peak + others, budget, excess - beyond)
+            self._tell_of_more("what compiled stages hold", excess - beyond)
 
         device = lowered.setting.device
         granularity = allocation_granularity(device)

@@ -12,12 +12,10 @@ calls that are alive at once (:mod:`roundpipe_fx.remat.learned_steps`).
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from roundpipe_fx.budget import bytes_text
-from roundpipe_fx.remat.learned_steps import LearnedSteps, StepBudgetWarning
+from roundpipe_fx.remat.learned_steps import LearnedSteps
 from roundpipe_fx.runtime.step_calls import StepCalls
 from roundpipe_fx.torch_private import ForkedLock
 
@@ -51,7 +49,6 @@ class Learned:
     headroom: float = _FIRST_HEADROOM / 2
     steps: LearnedSteps = field(default_factory=LearnedSteps)
     calls: StepCalls = field(init=False, repr=False)
-    _told_of_excess: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.calls = StepCalls(self.steps.see, lambda expected: self.steps.check_parts(expected, self.share))
@@ -69,26 +66,6 @@ class Learned:
         name = f"{_WORKSPACE}/{operator}"
         self.assumed.setdefault(name, 0)
         self.see(name, size)
-
-    def tell_of_excess(self, peak: int, budget: int, excess: int) -> None:
-        """Warn, once, that a step with compiled stages exceeded its budget, and that it is not replanned.
-
-        Args:
-            peak: bytes of the step.
-            budget: of its plan, in bytes.
-            excess: bytes that the stages hold beyond what was planned.
-        """
-        if self._told_of_excess:
-            return
-        self._told_of_excess = True
-        warnings.warn(
-            f"roundpipe_fx: a step took {peak} bytes ({bytes_text(peak)}), and the memory_budget of its plan is "
-            f"{budget} bytes ({bytes_text(budget)}): compiled stages hold {excess} bytes ({bytes_text(excess)}) more "
-            "than was planned. This is known once a step has run, and torch.compile does not replan: use "
-            "roundpipe_fx.compile, which plans the next step for it, or give a smaller budget.",
-            StepBudgetWarning,
-            stacklevel=2,
-        )
 
     def merge(self, largest: Mapping[str, int]) -> None:
         """Record what steps have shown elsewhere."""

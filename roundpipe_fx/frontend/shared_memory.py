@@ -159,7 +159,7 @@ def run_if_shared_as_traced(
     """
     user_inputs = {place for place, (_, is_part_of_model) in enumerate(labels) if not is_part_of_model}
     among = sorted(range(len(traced)) if user_inputs & set(written) else user_inputs | set(written))
-    if not user_inputs and not written:
+    if not written:
         return run
     expected = shared_inputs(traced, among, written)
     warned = False

@@ -131,9 +131,7 @@ def test_torch_compile_tells_once_that_compiled_stages_exceed_a_budget() -> None
     model, x = _wasted()
     options = {"memory_budget": 0.3, "stage_compiler": wasteful}
     step = torch.compile(lambda x: model(x).square().mean(), backend="roundpipe_fx", options=options)
-    with pytest.warns(
-        roundpipe_fx.StepBudgetWarning, match=r"memory_budget of its plan .* compiled stages hold"
-    ) as told:
+    with pytest.warns(roundpipe_fx.StepBudgetWarning, match=r"compiled stages hold.* memory_budget is \d+") as told:
         for _ in range(4):
             step(x).backward()
     assert len(told) == 1
