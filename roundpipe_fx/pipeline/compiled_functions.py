@@ -44,13 +44,17 @@ def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _loss(loss_fn: Any, labelled: bool, output: Any, label: Any) -> Any:
+    # Without a variable for the loss: Dynamo would name its node so, and what steps have shown of a graph, which is
+    # known by its text, would not hold for the same graph without a mark.
     if loss_fn is not None:
-        loss = loss_fn(output, label) if labelled else loss_fn(output)
-    elif isinstance(output, torch.Tensor):
-        loss = output
-    else:
-        loss = output[0] if isinstance(output, tuple) else output.loss
-    return mark_loss(loss) if isinstance(loss, torch.Tensor) else loss
+        return _marked(loss_fn(output, label) if labelled else loss_fn(output))
+    if isinstance(output, torch.Tensor):
+        return _marked(output)
+    return _marked(output[0] if isinstance(output, tuple) else output.loss)
+
+
+def _marked(value: Any) -> Any:
+    return mark_loss(value) if isinstance(value, torch.Tensor) else value
 
 
 def detached(value: Any) -> Any:
