@@ -170,7 +170,7 @@ MARK_USES: Mapping[str, MarkUse] = {
         "stages rounds",
     ),
     Mark.ORIGIN: _use("apply_remat_schedule", "rng analysis codegen compiler pipeline report"),
-    Mark.STRIDED: _use("strided_gradients", "pipeline runtime"),
+    Mark.STRIDED: _use("strided_gradients", "api pipeline runtime"),
     Mark.BROUGHT: _use("", "analysis"),
     Mark.LOSS_TIMES: _use("", "analysis"),
     Mark.REPLAYED: _use("rng", "compiler"),
