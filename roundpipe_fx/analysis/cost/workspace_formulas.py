@@ -2,11 +2,11 @@
 
 They stand in for a trial (:mod:`roundpipe_fx.analysis.cost.trial`) where none is possible: the device is not there, or
 has no memory for the operands. Each is read off PyTorch's source, which is named beside it (paths are below
-``aten/src/ATen/native``; versions 2.11 to 2.13), for devices of compute capability 8.0 and later. Where the number
+``aten/src/ATen/native``, as of 2.13), for devices of compute capability 8.0 and later. Where the number
 depends on what is not known before the kernel runs, it is an upper bound, and the docstring says so. An operator that
 is not in the table has an unknown workspace; one whose formula is 0 has none.
 
-Left out, because no bound is known: attention and batch norm of cuDNN, convolutions, ``index_add``, norms,
+Left out, because no bound is known: attention and batch norm of cuDNN, convolutions, ``index_add``, vector norms,
 ``logsumexp``, and whatever sorts more than 2**31 elements.
 """
 
