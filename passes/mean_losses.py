@@ -40,15 +40,20 @@ _GRADIENTS = {
 
 
 def split_mean_losses(
-    joint: JointGraph, costs: CostModel, device: torch.device | None = None, eager: bool = True
+    joint: JointGraph,
+    costs: CostModel,
+    device: torch.device | None = None,
+    eager: bool = True,
+    present: bool = True,
 ) -> JointGraph:
     """Rewrite means over a whole tensor as sums that are divided.
 
     Args:
         joint: an annotated graph; it is rewritten.
         costs: of what is added.
-        device: where it runs; ``None``: that device is not present.
+        device: where it runs; ``None``: not known, as are workspaces.
         eager: whether it runs as it is.
+        present: whether the device is there.
     """
     for node in list(joint.computed()):
         packet = getattr(node.target, "overloadpacket", None)
@@ -70,7 +75,7 @@ def split_mean_losses(
             waits = any(s in late or s.meta.get(Mark.PHASE) is Phase.BACKWARD for s in input_nodes(node))
             node.meta[Mark.PHASE] = Phase.BACKWARD if waits else Phase.FORWARD
             added.append(node)
-    annotate_added(added, costs, device, eager)
+    annotate_added(added, costs, device, eager, present)
     return joint
 
 

@@ -37,6 +37,7 @@ def write_online(
     costs: CostModel,
     device: torch.device | None = None,
     eager: bool = True,
+    present: bool = True,
 ) -> JointGraph:
     """Rewrite log-softmaxes with sums over their classes. Names of added nodes depend only on the log-softmax's name.
 
@@ -44,8 +45,9 @@ def write_online(
         joint: an annotated graph; it is rewritten.
         names: log-softmaxes to rewrite, among :func:`roundpipe_fx.analysis.tiling.online_softmaxes`.
         costs: cost model for the added operations.
-        device: the device that they run on; ``None``: that device is not present.
+        device: the device that they run on; ``None``: not known, as are their workspaces.
         eager: whether they run without a compiler.
+        present: whether the device is there.
     """
     added: set[fx.Node] = set()
     for node in joint.in_phase(Phase.FORWARD):
@@ -54,7 +56,7 @@ def write_online(
             assert uses is not None, f"{node.name} cannot be written with sums over its classes"
             added |= _OnlineWriter(node, uses).write()
     joint.drop_unread()
-    annotate_added([node for node in joint.computed() if node in added], costs, device, eager)
+    annotate_added([node for node in joint.computed() if node in added], costs, device, eager, present)
     return joint
 
 

@@ -93,6 +93,11 @@ def _device_present(context: PassContext) -> bool:
     return context.options.device_name is None
 
 
+def _workspaces_known(context: PassContext) -> bool:
+    """the device is present, or a GPU"""
+    return _device_present(context) or context.device.type == "cuda"
+
+
 def _microbatches(context: PassContext) -> bool:
     """training with several microbatches"""
     return context.training and context.microbatches > 1
@@ -235,8 +240,10 @@ _PASSES = (
     ),
     Pass(
         "workspaces",
-        lambda joint, context: mark_workspaces(joint, context.device, _compiled(context), context.workspaces),
-        when=_device_present,
+        lambda joint, context: mark_workspaces(
+            joint, context.device, _compiled(context), context.workspaces, _device_present(context)
+        ),
+        when=_workspaces_known,
         about="bytes that kernels allocate internally",
     ),
     Pass(
@@ -273,7 +280,7 @@ _PASSES = (
     Pass(
         "mean_losses",
         lambda joint, context: split_mean_losses(
-            joint, context.costs, context.device if _device_present(context) else None, _eager(context)
+            joint, context.costs, context.device, _eager(context), _device_present(context)
         ),
         level=PassLevel.SUMMED,
         about="a loss that is a mean becomes a sum that is divided",
@@ -282,7 +289,7 @@ _PASSES = (
     Pass(
         "row_slices",
         lambda joint, context: slice_narrow_values(
-            joint, context.costs, context.device if _device_present(context) else None, _eager(context)
+            joint, context.costs, context.device, _eager(context), _device_present(context)
         ),
         level=PassLevel.SUMMED,
         about="narrow values are sliced instead of the wide ones that are made of them row by row",
@@ -294,8 +301,9 @@ _PASSES = (
             joint,
             {name for region, _ in context.tiles for name in region.online},
             context.costs,
-            context.device if _device_present(context) else None,
+            context.device,
             _eager(context),
+            _device_present(context),
         ),
         level=PassLevel.TILED,
         when=_in_tiles_of_classes,
@@ -442,7 +450,8 @@ def _body_costs(context: PassContext) -> BodyCosts:
     """How the bodies of loops are built and costed."""
     return BodyCosts(
         model=context.costs,
-        device=context.device if _device_present(context) else None,
+        device=context.device,
+        present=_device_present(context),
         granularity=allocation_granularity(context.device),
         eager=_eager(context),
         rewrite=reinplace if _eager(context) else lambda body: fuse_costs_of_body(body, context.costs),

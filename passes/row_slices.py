@@ -25,22 +25,27 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 def slice_narrow_values(
-    joint: JointGraph, costs: CostModel, device: torch.device | None = None, eager: bool = True
+    joint: JointGraph,
+    costs: CostModel,
+    device: torch.device | None = None,
+    eager: bool = True,
+    present: bool = True,
 ) -> JointGraph:
     """Slice narrow values instead of wide ones that are made of them row by row.
 
     Args:
         joint: an annotated graph; it is rewritten.
         costs: of what is added.
-        device: where it runs; ``None``: that device is not present.
+        device: where it runs; ``None``: not known, as are workspaces.
         eager: whether it runs as it is.
+        present: whether the device is there.
     """
     changed: set[fx.Node] = set()
     for node in joint.in_phase(Phase.FORWARD):
         row_slice = row_slice_of(joint, node)
         if row_slice is not None:
-            changed |= _Edit(row_slice, device if eager else None).made
-    annotate_added([node for node in joint.computed() if node in changed], costs, device, eager)
+            changed |= _Edit(row_slice, device if eager and present else None).made
+    annotate_added([node for node in joint.computed() if node in changed], costs, device, eager, present)
     return joint
 
 

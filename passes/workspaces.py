@@ -13,16 +13,21 @@ __all__ = ["mark_workspaces"]
 
 
 def mark_workspaces(
-    joint: JointGraph, device: torch.device, fused: bool, learned: Mapping[str, int] | None = None
+    joint: JointGraph,
+    device: torch.device,
+    fused: bool,
+    learned: Mapping[str, int] | None = None,
+    present: bool = True,
 ) -> JointGraph:
     """Mark every node whose kernel allocates memory besides its results with the number of bytes.
 
     Args:
         joint: the graph; its nodes' ``meta`` is written.
-        device: where the kernels run, and are measured.
+        device: where the kernels run.
         fused: whether a compiler compiles the stages: fused pointwise operations need no workspace.
         learned: bytes that operators with data-dependent needs, and compiled stages, have been seen to need, by name.
+        present: whether kernels can be measured on the device; otherwise those are marked that a formula is known for.
     """
-    for node, size in workspaces_of(joint.computed(), device, fused, learned).items():
+    for node, size in workspaces_of(joint.computed(), device, fused, learned, present).items():
         node.meta[Mark.WORKSPACE] = size
     return joint

@@ -60,8 +60,9 @@ def plan(
 
     The model may be on any device, including the meta device; its parameters are replaced by ones without storage.
     Stages are planned as run eagerly, with the operations that PyTorch chooses on the CPU: where a GPU has a fused
-    kernel that the CPU has not (attention with dropout), a plan may ask for more than that device needs. The workspaces
-    of kernels are measured when a model is compiled on its device, and are not part of a plan from here.
+    kernel that the CPU has not (attention with dropout), a plan may ask for more than that device needs. What
+    kernels allocate for themselves is measured when a model is compiled on its device; a plan from here has that of
+    attention, norms, softmaxes, sorts, gradients of embeddings and reductions, which formulas give.
 
     With several devices the step is pipelined as with ``roundpipe_fx.compile(model, mesh=...)``: each device is a
     process, which has the parameters of its own stages.

@@ -45,6 +45,36 @@ def test_a_model_without_storage_is_planned_for_a_device_that_is_not_there() -> 
     assert roomy.forward_seconds < plan.forward_seconds  # a faster device
 
 
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(64, 3 * 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.project(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return attended.transpose(1, 2).flatten(2).square().mean()
+
+
+def _backward_workspaces(plan: roundpipe_fx.Plan) -> dict[str, int]:
+    operations = [operation for block in plan.operations.backward.values() for operation in block]
+    return {str(operation.node.target): operation.workspace for operation in operations}
+
+
+def test_a_plan_for_a_gpu_that_is_not_there_counts_what_attention_allocates() -> None:
+    with torch.device("meta"):
+        model, x = _Attention().bfloat16(), torch.empty(2, 256, 64, dtype=torch.bfloat16)
+    backward = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+    plan = roundpipe_fx.plan(model, x, device="H100", memory_budget=1.0)
+    # As flash attention: 2 * 4 heads of 256 rows, their sums and a gradient of 32 floats for each row.
+    assert _backward_workspaces(plan)[backward] == 4 * 2 * 4 * 256 * (1 + 32)
+    assert not any(_backward_workspaces(roundpipe_fx.plan(model, x, device="cpu", memory_budget=1.0)).values())
+    # With a mask, as Hugging Face models are traced: as efficient attention, 2 * 8 heads of 4 blocks of 64 by 64.
+    llama, tokens = _llama(layers=1, width=256), torch.empty(2, 256, dtype=torch.long, device="meta")
+    plan = roundpipe_fx.plan(llama, input_ids=tokens, labels=tokens, device="H100", memory_budget=1.0)
+    assert _backward_workspaces(plan)[backward] == 4 * 2 * 8 * (256 + 4 * (64 * 64 + 4))
+
+
 @pytest.mark.long
 def test_what_cannot_fit_is_an_error_that_says_what_it_takes() -> None:
     model = _llama(layers=4, width=1024)

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.analysis.cost import workspaces_of
+from roundpipe_fx.analysis.cost import made_up, workspaces_of
+from roundpipe_fx.analysis.cost.workspace_formulas import Gpu, workspace_by_formula
 from tests.golden_models import GOLDEN, TiedTransformer
+
+aten = torch.ops.aten
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -120,3 +123,55 @@ def test_what_kernels_allocate_is_seen_on_the_device() -> None:
     for item, value in zip((*inputs, node), (*values, result), strict=True):
         item.meta["val"] = value
     assert workspaces_of([node], torch.device("cuda")).get(node, 0) >= 65536 * 8
+
+
+def _called(target: Any, *arguments: Any) -> torch.fx.Node:
+    """A node that calls an operator on fake tensors of the device, for pairs of sizes and dtype."""
+    graph = torch.fx.Graph()
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        values = [
+            torch.empty(one[0], dtype=one[1], device="cuda") if isinstance(one, tuple) else one for one in arguments
+        ]
+        result = target(*values)
+    operands = []
+    for value in values:
+        operands.append(graph.placeholder(f"x{len(operands)}") if isinstance(value, torch.Tensor) else value)
+        if isinstance(value, torch.Tensor):
+            operands[-1].meta["val"] = value
+    node = graph.call_function(target, tuple(operands))
+    node.meta["val"] = result
+    return node
+
+
+_ROWS = ((8192, 1024), torch.float32)
+_LONG, _MEANS, _WEIGHT = (((131_072, 256), torch.float32), ((131_072, 1), torch.float32), ((256,), torch.float32))
+_CALLS = (
+    (aten.sum.dim_IntList, _ROWS, [0]),
+    (aten.sum.dim_IntList, ((8192, 1024), torch.bfloat16), [0]),
+    (aten.sum.dim_IntList, ((8192, 1023), torch.float32), [0]),
+    (aten.mean.default, _LONG),
+    (aten._softmax_backward_data.default, _ROWS, _ROWS, -1, torch.float32),
+    (aten.native_layer_norm_backward.default, _LONG, _LONG, [256], _MEANS, _MEANS, _WEIGHT, _WEIGHT, [True] * 3),
+    (aten.sort.default, ((64, 8192), torch.float32)),
+    (aten.sort.default, ((256, 8192), torch.float32)),
+    (aten.topk.default, ((8, 32_000), torch.float32), 5),
+    (aten.embedding_dense_backward.default, ((65_536, 64), torch.bfloat16), ((65_536,), torch.int64), 1000, -1, False),
+)
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("call", _CALLS, ids=lambda call: str(call[0]))
+def test_kernels_allocate_no_more_than_formulas_say(call: tuple[Any, ...]) -> None:
+    properties = torch.cuda.get_device_properties(0)
+    device = Gpu(properties.multi_processor_count, properties.max_threads_per_multi_processor)
+    node = _called(*call)
+    bound = workspace_by_formula(node, device)
+    assert bound is not None and workspaces_of([node], torch.device("cuda")).get(node, 0) <= bound
+
+
+def test_a_formula_counts_where_the_device_has_no_memory_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = ((8, 64), torch.float32)
+    node = _called(aten._softmax_backward_data.default, values, values, -1, torch.float32)
+    monkeypatch.setattr(made_up, "available_memory", lambda device: 0)
+    monkeypatch.setattr(made_up, "_SMALL", 0)
+    assert workspaces_of([node], torch.device("cuda")) == {node: 2048}

@@ -81,3 +81,30 @@ def joint(
     return (getitem,), ()
 """,
     )
+
+
+def test_as_text_a_gpu_that_is_not_there_has_formulas() -> None:
+    before = """\
+def joint(
+    x: float32[8, 64],
+    y: float32[8, 64],
+):
+    # forward
+    softmax: float32[8, 64] = aten._softmax_backward_data.default(x, y, -1, torch.float32)
+    cumsum: float32[8, 64] = aten.cumsum.default(softmax, 0)
+    return (cumsum,), ()
+"""
+    made = after(mark_workspaces, before, torch.device("cuda"), False, None, False, name="workspaces")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[8, 64],
+    y: float32[8, 64],
+):
+    # forward
+    softmax: float32[8, 64] = aten._softmax_backward_data.default(x, y, -1, torch.float32)  # workspace: 2048
+    cumsum: float32[8, 64] = aten.cumsum.default(softmax, 0)
+    return (cumsum,), ()
+""",
+    )

@@ -16,21 +16,24 @@ from roundpipe_fx.ir.joint_graph import Mark
 __all__ = ["annotate_added"]
 
 
-def annotate_added(nodes: Iterable[fx.Node], costs: CostModel, device: torch.device | None, eager: bool) -> None:
+def annotate_added(
+    nodes: Iterable[fx.Node], costs: CostModel, device: torch.device | None, eager: bool, present: bool = True
+) -> None:
     """Annotate operations as those that have been there, and note how their results lie in memory.
 
     Args:
         nodes: in graph order.
         costs: of operations.
-        device: where they run; ``None``: that device is not present.
+        device: where they run; ``None``: not known, as are their workspaces.
         eager: whether they run as they are.
+        present: whether the device is there.
     """
     added = list(nodes)
     for node in added:
-        if device is not None and eager:
+        if device is not None and present and eager:
             note_real_values(node, device)
         node.meta.pop(Mark.WORKSPACE, None)
         annotate_node(node, costs)
     if device is not None:
-        for node, size in workspaces_of(added, device, fused=not eager).items():
+        for node, size in workspaces_of(added, device, fused=not eager, present=present).items():
             node.meta[Mark.WORKSPACE] = size

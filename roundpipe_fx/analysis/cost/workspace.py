@@ -5,13 +5,16 @@ first. This is not visible in a graph, so it is measured: each distinct operator
 operands, and the bytes that the allocator hands out are recorded. Custom operators are not run for this, because what
 they do may depend on data, or have effects outside of this process; nor are operators with bodies (``cond``, ``scan``),
 which run them as data decides, nor those of PyTorch's own that might end the process
-(:mod:`roundpipe_fx.analysis.cost.operand_rules`) or have no memory to run in. Their workspaces are measured as steps
-run (:class:`roundpipe_fx.api.learned.Learned`), and so is the memory that compiled stages take beyond their plan. What
+(:mod:`roundpipe_fx.analysis.cost.operand_rules`) or have no memory to run in. Where a formula gives the workspace of a
+CUDA kernel (:mod:`roundpipe_fx.analysis.cost.workspace_formulas`), it takes the place of a measurement that cannot be
+made, on a device that is not there as well. The other workspaces are measured as steps run
+(:class:`roundpipe_fx.api.learned.Learned`), and so is the memory that compiled stages take beyond their plan. What
 collectives copy is known, and must not be observed: processes would plan for different bytes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch import fx
 from roundpipe_fx.analysis.cost.operand_rules import may_run_alone, reads_or_leaves_on_host
 from roundpipe_fx.analysis.cost.signature import signature_of
 from roundpipe_fx.analysis.cost.trial import run_apart, try_alone
+from roundpipe_fx.analysis.cost.workspace_formulas import LARGEST_GPU, Gpu, workspace_by_formula
 from roundpipe_fx.ir.bodies import is_body
 from roundpipe_fx.ir.collectives import copied_bytes, is_functional_collective
 from roundpipe_fx.ir.joint_graph import Mark, has_side_effect, has_tag, input_nodes, is_view, tensor_values
@@ -32,6 +36,7 @@ aten = torch.ops.aten
 COMPILED_STAGES = "compiled stages"
 """Name under which the bytes are learned that a step with compiled stages takes beyond its plan."""
 
+_LEAST_CAPABILITY = 8
 _OWN = ("aten", "prims", "streams")
 _MEASURED = ("aten", "prims")
 _PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
@@ -53,22 +58,31 @@ _FACTORIES = (
 
 
 def workspaces_of(
-    nodes: Iterable[fx.Node], device: torch.device, fused: bool = False, learned: Mapping[str, int] | None = None
+    nodes: Iterable[fx.Node],
+    device: torch.device,
+    fused: bool = False,
+    learned: Mapping[str, int] | None = None,
+    present: bool = True,
 ) -> dict[fx.Node, int]:
     """Workspaces of nodes.
 
-    PyTorch's own operators are measured, with several inputs where their workspace depends on values. Nodes for which
-    that is not possible are marked as untried.
+    PyTorch's own operators are measured, with several inputs where their workspace depends on values. Where that is not
+    possible, formulas give those of some CUDA kernels. Nodes of a present device whose workspace is unknown are marked
+    as untried.
 
     Args:
         nodes: operations on fake tensors; their ``meta`` is written.
-        device: the device to measure on.
+        device: the device that kernels run on.
         fused: whether a compiler fuses pointwise operations, which then have no workspace.
         learned: measured bytes of operators that are custom or have bodies, and of compiled stages, by name.
+        present: whether the device is there to measure on; if not, values may lie on any device.
 
     Returns:
-        bytes by node; absent where a node has no workspace.
+        bytes by node; absent where a node has no workspace, or an unknown one.
     """
+    gpu = _gpu(device, present)
+    if not present:
+        return {} if gpu is None else _by_formula(nodes, gpu)
     learned = learned or {}
     beyond_plan = learned.get(COMPILED_STAGES, 0) if fused else 0  # where in the step is not known
     asked: dict[str, list[fx.Node]] = {}
@@ -87,11 +101,32 @@ def workspaces_of(
     measured = run_apart(lambda: {signature: _measure(same[0], device) for signature, same in asked.items()})
     for signature, same in asked.items():
         workspace = measured[signature]
+        if workspace is None and gpu is not None:
+            workspace = workspace_by_formula(same[0], gpu)
         for node in same:
             if workspace is None:
                 node.meta[Mark.UNTRIED] = True
             workspaces[node] += learned.get(learned_name(node), 0) if workspace is None else workspace
     return {node: size for node, size in workspaces.items() if size}
+
+
+def _by_formula(nodes: Iterable[fx.Node], gpu: Gpu) -> dict[fx.Node, int]:
+    sizes = {node: workspace_by_formula(node, gpu) for node in nodes if _makes_something(node)}
+    return {node: size for node, size in sizes.items() if size}
+
+
+def _gpu(device: torch.device, present: bool) -> Gpu | None:
+    """The device that formulas are evaluated for; ``None``: they are not about such a device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled() and not warned
+    if not present:
+        return dataclasses.replace(LARGEST_GPU, deterministic=deterministic)
+    properties = torch.cuda.get_device_properties(device)
+    if properties.major < _LEAST_CAPABILITY:
+        return None
+    return Gpu(properties.multi_processor_count, properties.max_threads_per_multi_processor, deterministic)
 
 
 def depends_on_data(node: fx.Node) -> bool:

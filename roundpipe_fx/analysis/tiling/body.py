@@ -85,10 +85,11 @@ class BodyCosts:
 
     Attributes:
         model: of operations.
-        device: to measure workspaces on; ``None``: it is not present.
+        device: that operations run on; ``None``: not known, as are workspaces.
         granularity: bytes that the device's allocator rounds sizes up to.
         eager: whether operations run as they are.
         rewrite: applied to each body.
+        present: whether the device is there to measure workspaces on.
     """
 
     model: CostModel
@@ -96,6 +97,7 @@ class BodyCosts:
     granularity: int
     eager: bool
     rewrite: Callable[[fx.Graph], fx.Graph]
+    present: bool = True
 
 
 def divide(
@@ -258,7 +260,7 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
     """The graph of a tile of so many rows."""
     region = divided.region
     graph = fx.Graph()
-    call = functools.partial(_call, graph, costs.device if costs.eager else None)
+    call = functools.partial(_call, graph, costs.device if costs.eager and costs.present else None)
     values: dict[fx.Node, fx.Node] = {}
     for operand in divided.operands:
         values[operand] = _placeholder(graph, operand.name, _of_tile(operand, region, rows))
@@ -302,7 +304,8 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
     for node in _computed(graph):
         annotate_node(node, costs.model)
     if costs.device is not None:
-        for node, size in workspaces_of(_computed(graph), costs.device, fused=not costs.eager).items():
+        known = workspaces_of(_computed(graph), costs.device, fused=not costs.eager, present=costs.present)
+        for node, size in known.items():
             node.meta[Mark.WORKSPACE] = size
     costs.rewrite(graph)
     graph.set_codegen(boxed_codegen())
