@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import fx, nn
 from torch._dynamo.backends.debugging import aot_eager
 
@@ -49,9 +50,12 @@ def train_step(
 
 
 def aot_eager_step(model: nn.Module, batch: Mapping[str, Any], seed: int = 0, autocast: bool = False) -> Step:
-    """The reference: ``torch.compile(backend="aot_eager")`` on a copy of the model."""
+    """The reference: ``torch.compile(backend="aot_eager")`` on a copy of the model.
+
+    Its backward is traced without autocast, as eager PyTorch runs one that is called outside of the region.
+    """
     model = copy.deepcopy(model)
-    with dynamo_flags():
+    with dynamo_flags(), torch._functorch.config.patch(backward_pass_autocast="off"):
         return train_step(torch.compile(model, backend=_aot_eager), model, batch, seed, autocast)
 
 

@@ -26,10 +26,8 @@ def test_bitwise_as_aot_eager(name: str, autocast: bool) -> None:
 
 @pytest.mark.long
 def test_fp32_mixture_of_experts_trains() -> None:
-    """Its custom operator's backward reads data on the host, so torch.compile alone cannot trace it."""
+    """Its custom operator reads data on the host in the backward, so it is compared with eager, not ``aot_eager``."""
     model, batch = hugging_face.qwen3_moe(dtype=torch.float32), hugging_face.language_batch()
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="data-dependent"):
-        aot_eager_step(model, batch)
     eager = train_step(model, model, batch)
     for recompute in ("none", "full"):
         torch._dynamo.reset()
