@@ -70,7 +70,7 @@ from roundpipe_fx.passes.tiles import tile_regions
 from roundpipe_fx.passes.workspaces import mark_workspaces
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["default_passes", "passes_table"]
+__all__ = ["body_costs", "default_passes", "passes_table"]
 
 
 def _eager(context: PassContext) -> bool:
@@ -312,7 +312,7 @@ _PASSES = (
     ),
     Pass(
         "tiles",
-        lambda joint, context: tile_regions(joint, context.tiles, _body_costs(context)),
+        lambda joint, context: tile_regions(joint, context.tiles, body_costs(context)),
         level=PassLevel.TILED,
         about="regions of operations become loops over tiles of rows",
         needs=("annotate", "mean_losses", "row_slices", "online_softmax"),
@@ -446,7 +446,7 @@ def _stages_as_asked(joint: JointGraph, context: PassContext) -> JointGraph:
     return _with_cuts(cut_stages(joint, joint.segments, context.options.stages, context.costs.transfer_seconds))
 
 
-def _body_costs(context: PassContext) -> BodyCosts:
+def body_costs(context: PassContext) -> BodyCosts:
     """How the bodies of loops are built and costed."""
     return BodyCosts(
         model=context.costs,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from roundpipe_fx.analysis.simulator import allocation_granularity
-from roundpipe_fx.analysis.tiling import BodyCosts, TileRegions
+from roundpipe_fx.analysis.tiling import TileRegions
 from roundpipe_fx.compiler.class_tiles import class_regions, operations_of
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import Pass, PassContext
 from roundpipe_fx.passes.mean_losses import split_mean_losses
 from roundpipe_fx.passes.online_softmax import write_online
-from roundpipe_fx.passes.reinplace import reinplace
+from roundpipe_fx.passes.pipeline import body_costs
 from roundpipe_fx.passes.tiles import tile_regions
 
 __all__ = ["tiled_passes"]
@@ -27,13 +26,7 @@ def tiled_passes(tiles: int, by_class: bool = False) -> Callable[[list[Pass]], S
 
     def run(joint: JointGraph, context: PassContext) -> JointGraph:
         joint = split_mean_losses(joint, context.costs, context.device)
-        costs = BodyCosts(
-            model=context.costs,
-            device=context.device,
-            granularity=allocation_granularity(context.device),
-            eager=True,
-            rewrite=reinplace,
-        )
+        costs = body_costs(context)
         heads = class_regions(joint, context.costs) if by_class else []
         replaced = frozenset().union(*(operations_of(joint, head) for head in heads))
         regions = TileRegions(joint).as_wide_as(0)
