@@ -541,6 +541,11 @@ def _check_fork(program: Program, references: References, way: Mapping[str, Any]
         raise Skip(f"refused: {str(error)[:80]}") from None
     inputs, (_, seed) = references.inputs(0), references.batches[0]
     inputs = [x.detach() for x in inputs]
+    with torch.no_grad():
+        try:
+            references.make()(*(x.clone() for x in inputs))
+        except Exception as error:  # whatever the program does without gradients, such as a hook on a value
+            raise Skip(f"eager without gradients: {type(error).__name__}: {str(error)[:60]}") from None
 
     def call() -> str:
         state = copy.deepcopy(net.state_dict())
