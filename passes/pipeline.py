@@ -50,6 +50,7 @@ from roundpipe_fx.passes.interpolation import restore_interpolation
 from roundpipe_fx.passes.layouts import restore_layouts
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.mean_losses import split_mean_losses
+from roundpipe_fx.passes.missing_gradients import expand_missing_gradients
 from roundpipe_fx.passes.online_softmax import write_online
 from roundpipe_fx.passes.overlap_recompute import overlap_recompute
 from roundpipe_fx.passes.packed_gradients import continue_sums
@@ -225,8 +226,14 @@ _PASSES = (
     Pass(
         "strided_gradients",
         lambda joint, _: mark_strided_gradients(joint),
-        when=_eager,
         about="incoming gradients whose strides matter even if they are zeros are marked",
+    ),
+    Pass(
+        "missing_gradients",
+        lambda joint, _: expand_missing_gradients(joint),
+        when=_compiled,
+        about="incoming gradients that are not expected are expanded zeros",
+        needs=("strided_gradients",),
     ),
     Pass(
         "redundant_views",

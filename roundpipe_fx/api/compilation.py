@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.analysis.cost import COMPILED_STAGES, tensor_bytes
+from roundpipe_fx.analysis.cost import COMPILED_STAGES
 from roundpipe_fx.analysis.outside_loss import expect_loss, lasting_bytes, returned_view_bytes
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
@@ -34,7 +34,7 @@ from roundpipe_fx.frontend.opaque_backward import OpaqueCall
 from roundpipe_fx.frontend.own_gradients import own_gradients
 from roundpipe_fx.frontend.redrawn_numbers import warn_of_redrawn_numbers
 from roundpipe_fx.frontend.size_range import lower_for_sizes
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor, tensor_values
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.distributed import place_gradients
 from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph, plan_of_pipeline
@@ -247,7 +247,8 @@ class _Compilation:
         """Note an incoming gradient that was not expected."""
         assert self.lowered is not None
         self.learned.see_brought(self.operations_name, name)
-        size = sum(tensor_bytes(tensor_values(node)) for node in self.lowered.joint.tangents if node.name == name)
+        values = [node.meta["val"] for node in self.lowered.joint.tangents if node.name == name]
+        size = sum(torch_private.size_hint(value.numel()) * value.dtype.itemsize for value in values)
         self._tell_of_more("the gradient of an output beside the loss", size)
 
     def _see_workspace(self, operator: str, size: int) -> None:

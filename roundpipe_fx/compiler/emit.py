@@ -91,7 +91,7 @@ def emit(
     modules = emit_stage_modules(joint, rewrite, known)
     forward = emit_forward_program(joint, modules)
     backward = emit_backward_program(joint, modules) if training else None
-    tangents = joint.expected_tangents if setting.compiler == "eager" else joint.tangents
+    tangents = joint.expected_tangents
     if backward is not None:
         if setting.context.runs_programs and (setting.sent or wants_host(joint, setting.device.type)):
             granularity = allocation_granularity(setting.device)

@@ -70,6 +70,8 @@ def incoming_gradient(gradient: torch.Tensor | None, like: Like, strided: bool) 
         return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
     if gradient is not None and gradient.stride() == like.stride:
         return gradient
+    if gradient is not None and len(like.shape) and not any(like.stride):  # none was expected
+        return gradient
     made = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
     return made.zero_() if gradient is None else made.copy_(gradient)
 

@@ -18,6 +18,8 @@ from roundpipe_fx.ir.options import StageCompiler
 from roundpipe_fx.runtime.compiled_loops import Boxed, opaque_loops
 from roundpipe_fx.runtime.compiled_sums import from_zero, functional_sums
 from roundpipe_fx.runtime.eager_stage import eager_stage
+from roundpipe_fx.runtime.expanded_inputs import by_arrival
+from roundpipe_fx.runtime.loss_gradients import DECOMPOSITIONS
 from roundpipe_fx.runtime.profiled_operators import profile_operators
 
 __all__ = ["Boxed", "compile_stage", "compile_stages"]
@@ -54,7 +56,8 @@ def compile_stages(
 
 def compile_stage(graph_module: fx.GraphModule, compiler: StageCompiler) -> Boxed:
     """Make one stage module callable. The result keeps the opaque calls of its graph alive."""
-    return _holding(_compiled(graph_module, compiler), calls_in(graph_module.graph))
+    function = by_arrival(graph_module, lambda module: _compiled(module, compiler))
+    return _holding(function, calls_in(graph_module.graph))
 
 
 def _holding(function: Boxed, held: Any) -> Boxed:
@@ -75,7 +78,7 @@ def _compiled(graph_module: fx.GraphModule, compiler: StageCompiler) -> Boxed:
     unboxed = functional_sums(_unboxed(graph_module))
     loops = opaque_loops(unboxed, lambda body: _compiled(body, compiler))
     if compiler == "inductor":
-        function = from_zero(graph_module, _boxed(torch_private.inductor(unboxed, examples)))
+        function = from_zero(graph_module, _boxed(torch_private.inductor(unboxed, examples, DECOMPOSITIONS)))
     else:
         assert callable(compiler)
         function = from_zero(graph_module, _boxed(compiler(unboxed, examples)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,11 +37,18 @@ def graph_module(root: Any, graph: fx.Graph, name: str = "GraphModule") -> fx.Gr
     return _LazyGraphModule(root, graph, class_name=name)
 
 
-def inductor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def inductor(
+    module: fx.GraphModule, example_inputs: Sequence[Any], decompositions: Mapping[Any, Callable[..., Any]]
+) -> Callable[..., Any]:
     """Compile a functional ATen graph with Inductor. The result is boxed.
 
     Random numbers are those of eager mode (``fallback_random``), so that stages agree with ``aot_eager`` up to
     rounding; outputs have the strides that they have in the graph, for which the next stage was compiled.
+
+    Args:
+        module: the graph.
+        example_inputs: fake ones.
+        decompositions: of operators, which take precedence over Inductor's own.
     """
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor import config
@@ -53,11 +60,13 @@ def inductor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[
     mode = detect_fake_mode(example_inputs)
     # A separate tracing context: Inductor reports output strides to the active one, which is the whole model's.
     with torch.no_grad(), tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(fallback_random=True):
-        retrace = make_fx(module, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)
+        retrace = make_fx(
+            module, decomposition_table={**select_decomp_table(), **decompositions}, _allow_non_fake_inputs=True
+        )
         with mode if mode is not None else contextlib.nullcontext():
             lowered = retrace(*example_inputs)
         output = lowered.graph.output_node()
-        results: Any = output.args[0]
+        results: Any = module.graph.output_node().args[0]
         values = [result.meta.get("val") if isinstance(result, fx.Node) else None for result in results]
         output.meta["original_output_strides"] = [
             value.stride() if isinstance(value, torch.Tensor) else None for value in values

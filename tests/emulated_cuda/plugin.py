@@ -37,7 +37,7 @@ def _no_races() -> Iterator[None]:
     assert not found, "\n".join(found[:5])
 
 
-def _stand_in(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[[list[Any]], Any]:
+def _stand_in(module: fx.GraphModule, examples: Sequence[Any], decompositions: Any) -> Callable[[list[Any]], Any]:
     """For Inductor, which needs Triton: an eager stage."""
     from roundpipe_fx.runtime.eager_stage import eager_stage
 

@@ -1,0 +1,34 @@
+"""missing_gradients: gradients that no step is expected to pass are expanded zeros in compiled stages.
+
+A compiled stage reads its inputs in the strides for which it was compiled. An output that no loss reads, such as the
+logits beside a loss, has a gradient of zeros; with strides of 0 one element is all that is allocated::
+
+    tangents_2: f32[4, 256, 32768]  strides (8388608, 32768, 1)   →   strides (0, 0, 0)
+
+Stages that run eagerly take either.
+"""
+
+from __future__ import annotations
+
+from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor
+
+__all__ = ["expand_missing_gradients"]
+
+
+def expand_missing_gradients(joint: JointGraph) -> JointGraph:
+    """Give incoming gradients that are not expected the strides of an expanded scalar, after ``strided_gradients``.
+
+    Args:
+        joint: the graph; its tangents' ``meta`` is written.
+
+    Returns:
+        The same graph.
+    """
+    expected = set(joint.expected_tangents)
+    for tangent in joint.tangents:
+        if tangent in expected or not is_tensor(tangent) or not tangent.meta["val"].dim():
+            continue
+        like = tangent.meta["val"]
+        with like.fake_mode:
+            tangent.meta["val"] = like.new_zeros(()).expand(like.shape)
+    return joint

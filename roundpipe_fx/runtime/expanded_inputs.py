@@ -1,0 +1,70 @@
+"""Incoming gradients that a step is not expected to pass, in compiled stages.
+
+Such a stage is compiled for an expanded zero, which takes one element of memory and is read from there. If a gradient
+arrives nevertheless, the stage is compiled again, for a contiguous one::
+
+    loss.backward()                  logits' gradient: zeros(()).expand(…)    the usual code
+    (loss + logits.sum()).backward()                   contiguous numbers     the code for these
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.runtime.compiled_loops import Boxed
+from roundpipe_fx.torch_private import graph_module
+
+__all__ = ["by_arrival", "is_expanded"]
+
+
+def is_expanded(value: Any) -> bool:
+    """Whether a value is a tensor that is one element of memory, seen in all places."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.dim():
+        return False
+    return all(isinstance(step, int) and not step for step in value.stride())
+
+
+def by_arrival(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]) -> Boxed:
+    """Compile a stage module for the expanded inputs that it was traced with, and for others when they arrive.
+
+    Args:
+        module: the stage module.
+        compiled: compiles one.
+
+    Returns:
+        the stage, boxed.
+    """
+    usual = compiled(module)
+    inputs = module.graph.find_nodes(op="placeholder")
+    places = [place for place, node in enumerate(inputs) if is_expanded(node.meta.get("val"))]
+    if not places:
+        return usual
+    others: dict[frozenset[int], Boxed] = {}
+
+    def call(arguments: list[Any]) -> tuple[Any, ...]:
+        arrived = frozenset(place for place in places if not is_expanded(arguments[place]))
+        if not arrived:
+            return usual(arguments)
+        if arrived not in others:
+            others[arrived] = compiled(_for_contiguous(module, arrived))
+        for place in arrived:
+            arguments[place] = arguments[place].contiguous()
+        return others[arrived](arguments)
+
+    return call
+
+
+def _for_contiguous(module: fx.GraphModule, places: Collection[int]) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    graph.set_codegen(module.graph._codegen)
+    for place, node in enumerate(graph.find_nodes(op="placeholder")):
+        if place in places:
+            like = node.meta["val"]
+            with like.fake_mode:
+                node.meta["val"] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return graph_module(module, graph, module._get_name())
