@@ -5,8 +5,10 @@ from roundpipe_fx.schedules.gpipe import gpipe
 from roundpipe_fx.schedules.interleaved import interleaved
 from roundpipe_fx.schedules.one_f_one_b import one_f_one_b
 from roundpipe_fx.schedules.recompute_ahead import with_recompute
+from roundpipe_fx.schedules.registry import SCHEDULES
 from roundpipe_fx.schedules.round_robin import round_robin
 from roundpipe_fx.schedules.schedule import Schedule
+from roundpipe_fx.schedules.spec import ScheduleSpec
 from roundpipe_fx.schedules.stage_graph import StageGraph, chain, rounds
 from roundpipe_fx.schedules.step_costs import Held, StepCosts
 from roundpipe_fx.schedules.timing import Deadlock, Timing, simulate_time
@@ -15,12 +17,14 @@ from roundpipe_fx.schedules.validate import InvalidScheduleError, validate
 from roundpipe_fx.schedules.zero_bubble import zero_bubble
 
 __all__ = [
+    "SCHEDULES",
     "Action",
     "ActionKind",
     "Deadlock",
     "Held",
     "InvalidScheduleError",
     "Schedule",
+    "ScheduleSpec",
     "StageAction",
     "StageGraph",
     "StepCosts",
