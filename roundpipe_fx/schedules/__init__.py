@@ -14,6 +14,7 @@ from roundpipe_fx.schedules.step_costs import Held, StepCosts
 from roundpipe_fx.schedules.timing import Deadlock, Timing, simulate_time
 from roundpipe_fx.schedules.transfers import with_transfers
 from roundpipe_fx.schedules.validate import InvalidScheduleError, validate
+from roundpipe_fx.schedules.zbv import zbv
 from roundpipe_fx.schedules.zero_bubble import zero_bubble
 
 __all__ = [
@@ -39,5 +40,6 @@ __all__ = [
     "validate",
     "with_recompute",
     "with_transfers",
+    "zbv",
     "zero_bubble",
 ]

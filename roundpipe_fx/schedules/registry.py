@@ -9,6 +9,7 @@ from roundpipe_fx.schedules.interleaved import INTERLEAVED
 from roundpipe_fx.schedules.one_f_one_b import ONE_F_ONE_B
 from roundpipe_fx.schedules.round_robin import ROUNDPIPE
 from roundpipe_fx.schedules.spec import ScheduleSpec
+from roundpipe_fx.schedules.zbv import ZBV
 from roundpipe_fx.schedules.zero_bubble import ZERO_BUBBLE
 
 __all__ = ["SCHEDULES", "default_schedule", "schedules_table"]
@@ -43,7 +44,7 @@ class _Schedules(MutableMapping[str, ScheduleSpec]):
         return f"SCHEDULES({', '.join(self._specs)})"
 
 
-SCHEDULES: MutableMapping[str, ScheduleSpec] = _Schedules(GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ROUNDPIPE)
+SCHEDULES: MutableMapping[str, ScheduleSpec] = _Schedules(GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZBV, ROUNDPIPE)
 """All schedules by name: the values of the option ``schedule``, beside ``"auto"`` and a schedule of one's own."""
 
 
