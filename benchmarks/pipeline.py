@@ -111,7 +111,7 @@ def heavy_head() -> None:
     rows = []
     for checkpoint in ("always", "never"):
         seconds: dict[str, float] = {}
-        for schedule in ("1f1b", "interleaved", "zero_bubble", "zbv", "roundpipe"):
+        for schedule in ("1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev", "roundpipe"):
             torch._dynamo.reset()
             model, tokens = llama(tied=True)
             compiled = roundpipe_fx.compile(

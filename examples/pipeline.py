@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--devices", nargs="+", default=["cpu", "cpu"])
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument(
-        "--schedule", default="1f1b", help="gpipe, 1f1b, interleaved, zero_bubble, zbv, roundpipe, auto"
+        "--schedule", default="1f1b", help="gpipe, 1f1b, interleaved, zero_bubble, zbv, dualpipev, roundpipe, auto"
     )
     parser.add_argument(
         "--budget", type=float, default=0.5, help="a share of what a worker needs with nothing recomputed"

@@ -1,6 +1,7 @@
 """Schedules: which device runs which action for which microbatch, in which order; their time and memory."""
 
 from roundpipe_fx.schedules.action import Action, ActionKind, StageAction
+from roundpipe_fx.schedules.dualpipev import dualpipev
 from roundpipe_fx.schedules.gpipe import gpipe
 from roundpipe_fx.schedules.interleaved import interleaved
 from roundpipe_fx.schedules.one_f_one_b import one_f_one_b
@@ -31,6 +32,7 @@ __all__ = [
     "StepCosts",
     "Timing",
     "chain",
+    "dualpipev",
     "gpipe",
     "interleaved",
     "one_f_one_b",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
 
+from roundpipe_fx.schedules.dualpipev import DUALPIPEV
 from roundpipe_fx.schedules.gpipe import GPIPE
 from roundpipe_fx.schedules.interleaved import INTERLEAVED
 from roundpipe_fx.schedules.one_f_one_b import ONE_F_ONE_B
@@ -44,7 +45,9 @@ class _Schedules(MutableMapping[str, ScheduleSpec]):
         return f"SCHEDULES({', '.join(self._specs)})"
 
 
-SCHEDULES: MutableMapping[str, ScheduleSpec] = _Schedules(GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZBV, ROUNDPIPE)
+SCHEDULES: MutableMapping[str, ScheduleSpec] = _Schedules(
+    GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZBV, DUALPIPEV, ROUNDPIPE
+)
 """All schedules by name: the values of the option ``schedule``, beside ``"auto"`` and a schedule of one's own."""
 
 

@@ -13,6 +13,7 @@ from roundpipe_fx.schedules import (
     Schedule,
     StageGraph,
     chain,
+    dualpipev,
     gpipe,
     interleaved,
     one_f_one_b,
@@ -54,6 +55,7 @@ SCHEDULES = {
     "interleaved": (interleaved, 2, False),
     "zero_bubble": (zero_bubble, 1, True),
     "zbv": (zbv, 2, True),
+    "dualpipev": (dualpipev, 2, True),
 }
 
 

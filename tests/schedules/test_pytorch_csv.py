@@ -17,6 +17,7 @@ import roundpipe_fx
 from roundpipe_fx.schedules import (
     Schedule,
     chain,
+    dualpipev,
     gpipe,
     interleaved,
     one_f_one_b,
@@ -26,7 +27,14 @@ from roundpipe_fx.schedules import (
     zero_bubble,
 )
 
-OURS = [gpipe(3, 3, 5), one_f_one_b(3, 6, 5), interleaved(2, 6, 4), zero_bubble(3, 3, 5), zbv(3, 6, 5)]
+OURS = [
+    gpipe(3, 3, 5),
+    one_f_one_b(3, 6, 5),
+    interleaved(2, 6, 4),
+    zero_bubble(3, 3, 5),
+    zbv(3, 6, 5),
+    dualpipev(3, 6, 5),
+]
 THEIRS = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
 

@@ -15,6 +15,7 @@ from roundpipe_fx.schedules import (
     StepCosts,
     Timing,
     chain,
+    dualpipev,
     one_f_one_b,
     simulate_time,
     validate,
@@ -40,17 +41,20 @@ def _timing(schedule: Schedule, stages: int, seconds: tuple[float, ...] = (1, 1,
 
 def test_text_of_small_schedules() -> None:
     expecttest.assert_expected_inline(
-        f"{zbv(2, 4, 4)}\n\n{zbv(2, 6, 2)}",
+        f"{zbv(2, 4, 3)}\n\n{zbv(2, 6, 2)}\n\n{dualpipev(2, 4, 3)}",
         """\
-0: F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 F0.3 I0.0 W0.0 F3.2 I3.2 W3.2 I0.1 W0.1 F3.3 I3.3 W3.3 I0.2 W0.2 I0.3 W0.3
-1: F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 F1.2 I1.0 W1.0 F2.2 I2.1 W2.1 F1.3 I1.1 W1.1 F2.3 I2.2 W2.2 I1.2 I2.3 I1.3 W1.2 W2.3 W1.3
+0: F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 F3.2 I3.2 W3.2 I0.1 W0.1 I0.2 W0.2
+1: F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 F1.2 I1.0 W1.0 F2.2 I2.1 W2.1 I1.1 I2.2 I1.2 W1.1 W2.2 W1.2
 
 0: F0.0 F0.1 F4.0 F5.0 I5.0 I4.0 W5.0 W4.0 F4.1 F5.1 I5.1 I4.1 W5.1 W4.1 I0.0 W0.0 I0.1 W0.1
-1: F1.0 F2.0 F3.0 F1.1 F2.1 F3.1 I3.0 W3.0 I2.0 I1.0 W2.0 W1.0 I3.1 W3.1 I2.1 I1.1 W2.1 W1.1""",
+1: F1.0 F2.0 F3.0 F1.1 F2.1 F3.1 I3.0 W3.0 I2.0 I1.0 W2.0 W1.0 I3.1 W3.1 I2.1 I1.1 W2.1 W1.1
+
+0: F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 F3.2 I0.0 W0.0 I3.2 W3.2 I0.1 W0.1 I0.2 W0.2
+1: F1.0 F2.0 F1.1 F2.1 F1.2 I2.0 W2.0 F2.2 I1.0 W1.0 I2.1 W2.1 I1.1 W1.1 I2.2 I1.2 W2.2 W1.2""",
     )
 
 
-@pytest.mark.parametrize("make", [zbv])
+@pytest.mark.parametrize("make", [zbv, dualpipev])
 def test_any_number_of_devices_stages_and_microbatches(make) -> None:  # type: ignore[no-untyped-def]
     for devices, more, microbatches in itertools.product((1, 2, 3, 4), (0, 1, 4, 9), (1, 2, 3, 5, 9)):
         schedule = make(devices, devices + more, microbatches)
@@ -80,3 +84,19 @@ def test_zbv_is_shorter_than_zero_bubble_and_no_longer_than_theirs(
     assert ours.makespan <= peer.makespan + 1e-9 and max(ours.peak_bytes) <= max(peer.peak_bytes)
     twice = tuple(2 * of_stage for of_stage in seconds)
     assert ours.makespan < _timing(zero_bubble(devices, devices, microbatches), devices, twice).makespan
+
+
+@pytest.mark.parametrize("seconds", _SECONDS)
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 4), (3, 7), (4, 8), (8, 24)])
+def test_dualpipev_waits_as_published_and_no_longer_than_theirs(
+    devices: int, microbatches: int, seconds: tuple[float, ...], tmp_path: Path
+) -> None:
+    """(p - 1)(F&B + B - 3W), nothing being overlapped, and 2p + 1 of a device's stages' microbatches."""
+    stages, (forward, inputs, weights) = 2 * devices, seconds
+    backward = inputs + weights
+    ours = _timing(dualpipev(devices, stages, microbatches), stages, seconds)
+    waits = ours.makespan - 2 * microbatches * (forward + backward)
+    assert waits <= (devices - 1) * (forward + backward + backward - 3 * weights) + 1e-9
+    assert max(ours.peak_bytes) == 2 * devices + 1
+    peer = _timing(theirs(tmp_path / "file.csv", "DualPipeV", devices, microbatches), stages, seconds)
+    assert ours.makespan == pytest.approx(peer.makespan) and ours.peak_bytes == peer.peak_bytes
