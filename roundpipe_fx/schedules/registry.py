@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 
 from roundpipe_fx.schedules.dualpipev import DUALPIPEV
 from roundpipe_fx.schedules.gpipe import GPIPE
@@ -19,7 +19,7 @@ __all__ = ["SCHEDULES", "default_schedule", "schedules_table"]
 class _Schedules(MutableMapping[str, ScheduleSpec]):
     """Specifications by their names, in the order in which they are listed and tried."""
 
-    def __init__(self, *specs: ScheduleSpec) -> None:
+    def __init__(self, specs: Iterable[ScheduleSpec]) -> None:
         self._specs = {spec.name: spec for spec in specs}
 
     def __getitem__(self, name: str) -> ScheduleSpec:
@@ -46,7 +46,7 @@ class _Schedules(MutableMapping[str, ScheduleSpec]):
 
 
 SCHEDULES: MutableMapping[str, ScheduleSpec] = _Schedules(
-    GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZBV, DUALPIPEV, ROUNDPIPE
+    [GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZBV, DUALPIPEV, ROUNDPIPE]
 )
 """All schedules by name: the values of the option ``schedule``, beside ``"auto"`` and a schedule of one's own."""
 

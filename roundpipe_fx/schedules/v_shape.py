@@ -20,9 +20,9 @@ from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.blocks import run_of
 from roundpipe_fx.schedules.schedule import NUMBER, Schedule
 
-__all__ = ["Phase", "v_shaped"]
+__all__ = ["SchedulePhase", "v_shaped"]
 
-Phase = tuple[int, str]
+SchedulePhase = tuple[int, str]
 """How often something is repeated, and what: ``"F0 I1 W"`` is a forward of the way down, gradients of inputs on the way
 up, and the gradients of parameters that have waited longest. Each takes the next microbatch."""
 
@@ -30,7 +30,7 @@ _FORWARD, _WEIGHT = NUMBER[ActionKind.FORWARD], NUMBER[ActionKind.BACKWARD_WEIGH
 
 
 def v_shaped(
-    name: str, phases: Callable[[int, int, int], Sequence[Phase]], devices: int, stages: int, microbatches: int
+    name: str, phases: Callable[[int, int, int], Sequence[SchedulePhase]], devices: int, stages: int, microbatches: int
 ) -> Schedule:
     """The schedule of some phases. Stages are divided among both ways of all devices as evenly as possible.
 

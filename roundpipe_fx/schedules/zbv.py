@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from roundpipe_fx.schedules.schedule import Schedule
 from roundpipe_fx.schedules.spec import ScheduleSpec
-from roundpipe_fx.schedules.v_shape import Phase, v_shaped
+from roundpipe_fx.schedules.v_shape import SchedulePhase, v_shaped
 
 __all__ = ["ZBV", "zbv"]
 
@@ -27,7 +27,7 @@ def zbv(devices: int, stages: int, microbatches: int) -> Schedule:
     return v_shaped("zbv", _phases, devices, stages, microbatches)
 
 
-def _phases(device: int, devices: int, microbatches: int) -> list[Phase]:
+def _phases(device: int, devices: int, microbatches: int) -> list[SchedulePhase]:
     after = devices - 1 - device
     return [
         (2 * after + 1, "F0"),
