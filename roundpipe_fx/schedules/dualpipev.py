@@ -48,6 +48,5 @@ DUALPIPEV = ScheduleSpec(
     dualpipev,
     stages_per_device=2,
     splits_backward=True,
-    auto=False,  # where nothing is overlapped, ZB-V waits no longer and holds less
     about="DualPipeV: forwards of one half of the model between backwards of the other, on the stages of ZB-V",
 )
