@@ -33,7 +33,7 @@ from torch import nn
 import roundpipe_fx
 from benchmarks.side_by_side import paired_ratio, report
 from roundpipe_fx.pipeline import fill_waits
-from roundpipe_fx.schedules import ActionKind, StepCosts, chain, gpipe, one_f_one_b, simulate_time
+from roundpipe_fx.schedules import SCHEDULES, ActionKind, StepCosts, chain, gpipe, one_f_one_b, simulate_time
 
 _SMALL_LLAMA = transformers.LlamaConfig(
     hidden_size=512,
@@ -111,7 +111,7 @@ def heavy_head() -> None:
     rows = []
     for checkpoint in ("always", "never"):
         seconds: dict[str, float] = {}
-        for schedule in ("1f1b", "interleaved", "zero_bubble", "roundpipe"):
+        for schedule in ("1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev", "roundpipe"):
             torch._dynamo.reset()
             model, tokens = llama(tied=True)
             compiled = roundpipe_fx.compile(
@@ -196,8 +196,8 @@ def measured(device: str, pairs: int) -> None:
     devices = [device] * 2 if device == "cpu" or torch.cuda.device_count() < 2 else ["cuda:0", "cuda:1"]
     x = torch.randn(_ROWS * _MICROBATCHES, _WIDTH, device=device)
     y = torch.randn(_ROWS * _MICROBATCHES, _WIDTH, device=device)
-    for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble", "roundpipe"):
-        stages: Any = "auto" if schedule == "roundpipe" else 4
+    for schedule, spec in SCHEDULES.items():
+        stages: Any = "auto" if spec.dispatches else 4
         options = {"num_microbatches": _MICROBATCHES, "schedule": schedule, "stages": stages, "cost": "measured"}
         one = roundpipe_fx.compile(_Layers().to(device), devices=devices[:1], **options)
         two = roundpipe_fx.compile(_Layers().to(device), devices=devices, **options)

@@ -24,7 +24,7 @@ _DEVICES, _MICROBATCHES = 4, 16
 
 def main() -> None:
     rows: list[dict[str, Any]] = []
-    for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble"):
+    for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"):
         never, except_last, always = (
             _planned(schedule, checkpoint=checkpoint) for checkpoint in ("never", "except_last", "always")
         )

@@ -19,7 +19,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", nargs="+", default=["cpu", "cpu"])
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b, interleaved, zero_bubble, roundpipe, auto")
+    parser.add_argument(
+        "--schedule", default="1f1b", help="gpipe, 1f1b, interleaved, zero_bubble, zbv, dualpipev, roundpipe, auto"
+    )
     parser.add_argument(
         "--budget", type=float, default=0.5, help="a share of what a worker needs with nothing recomputed"
     )

@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import roundpipe_fx
+from roundpipe_fx.schedules import SCHEDULES
 from tests.conftest import FullDisk
 from tests.hugging_face import small_model_and_data
 
@@ -237,8 +238,12 @@ def test_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = _run_page("docs/pipelines.md", tmp_path, monkeypatch)
+    try:
+        page = _run_page("docs/pipelines.md", tmp_path, monkeypatch)
+    finally:
+        SCHEDULES.pop("breadth_first", None)  # which the page adds
     assert page["own"].plan.pipeline.schedule == "given" and (tmp_path / "timeline.json").exists()
+    assert page["breadth"].plan.pipeline.schedule == "breadth_first" and len(page["breadth"].plan.stages) == 4
 
 
 def test_how_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

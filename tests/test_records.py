@@ -22,6 +22,7 @@ BY_POSITION = {
     "Chain": 6,  # rotor's signature
     "Event": 5,  # made for each operation of each plan that is tried
     "Pass": 2,  # users write its name and its function
+    "ScheduleSpec": 4,  # users write its name, its function, and mostly no more than the next two
 }
 """Records with more fields, of which so many may be given by position."""
 

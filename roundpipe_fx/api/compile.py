@@ -98,9 +98,10 @@ def compile(
             optimizer's state, as ``DTensor`` objects (ZeRO-3). Stages get their parameters gathered while they run.
             ``None``: each replica has all of them.
         num_microbatches: into how many microbatches a batch is split; twice the number of devices by default.
-        schedule: ``"gpipe"``, ``"1f1b"`` (the default), ``"interleaved"``, ``"zero_bubble"``, ``"roundpipe"`` (the
-            default if the model is on the CPU and the devices are GPUs), ``"auto"`` (the one whose simulated step is
-            shortest within the budget), or a :class:`roundpipe_fx.Schedule`.
+        schedule: ``"gpipe"``, ``"1f1b"`` (the default), ``"interleaved"``, ``"zero_bubble"``, ``"zbv"``,
+            ``"dualpipev"``, ``"roundpipe"`` (the default if the model is on the CPU and the devices are GPUs), another
+            name in ``roundpipe_fx.schedules.SCHEDULES``, ``"auto"`` (the one whose simulated step is shortest within
+            the budget), or a :class:`roundpipe_fx.Schedule`.
         checkpoint: which microbatches are recomputed when pipelined: ``"always"`` all, ``"except_last"`` all but the
             last, ``"never"`` none. ``None``: as ``recompute`` and ``memory_budget`` say; the budget then applies per
             device.

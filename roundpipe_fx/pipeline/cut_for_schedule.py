@@ -4,9 +4,10 @@
 
     joint graph ── annotate ──▶ segments ──▶ stages ──▶ staged graph
                                     │
-                                    ├── RoundPipe: slots, of which forward and backward have different ones
-                                    └── other schedules: one stage a device; two if interleaved; the user's number;
-                                        on one device with replicas several, whose gradients are averaged one by one
+                                    ├── one that dispatches: slots, of which forward and backward have different ones
+                                    └── other schedules: as many stages a device as their specification says; the
+                                        user's number; on one device with replicas several, whose gradients are
+                                        averaged one by one
 
 If a graph was cut before, for a microbatch of another shape in the same step, segments and stages begin at the same
 operations as in that one; where it does not have all of these operations, at the nearest, so that there are as many.
@@ -30,8 +31,9 @@ from roundpipe_fx.pipeline.lowered_pipeline import Structure
 from roundpipe_fx.pipeline.same_segments import OperationKey, same_boundaries, segment_starts, starts_like
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.pipeline.stages_in_pieces import pieces_of
-from roundpipe_fx.schedules import Schedule
+from roundpipe_fx.schedules import ScheduleSpec
 from roundpipe_fx.schedules.balance_offloaded_stages import Weights, balance_offloaded_stages
+from roundpipe_fx.schedules.registry import default_schedule
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition, balance_roundpipe_stages
 
 __all__ = ["CutGraph", "cut_for_schedule", "weight_limits"]
@@ -63,7 +65,7 @@ def cut_for_schedule(
     joint: JointGraph,
     setting: Setting,
     pipelining: Pipelining,
-    name: str,
+    spec: ScheduleSpec,
     like: Structure | None = None,
     weight_limit: int | None = None,
     in_pieces: bool = False,
@@ -74,7 +76,7 @@ def cut_for_schedule(
         joint: the graph of a microbatch; it is rewritten.
         setting: what lowering knows besides the graph.
         pipelining: the user's.
-        name: of the schedule.
+        spec: of the schedule.
         like: how the graph of another microbatch of the same step was cut.
         weight_limit: bytes that an offloaded model's weights may take on a device; ``None``: as few as possible.
         in_pieces: whether stages are in pieces (:mod:`roundpipe_fx.pipeline.stages_in_pieces`).
@@ -83,12 +85,12 @@ def cut_for_schedule(
         ValueError: a stage name that does not exist in the model.
     """
     starts = starts_like(joint, like.starts) if like is not None else None
-    asked = dataclasses.replace(setting.options, stages=_stages_asked(setting, pipelining, name))
-    if not setting.context.training:  # there is nothing to interleave: each device runs its stages in order
-        name = "roundpipe" if pipelining.offloaded else like.name if like is not None else "gpipe"
-    averages = setting.options.stages == "auto" and asked.stages == 1 and _averages_by_stages(setting, pipelining)
+    asked = dataclasses.replace(setting.options, stages=_stages_asked(setting, pipelining, spec))
+    if not setting.context.training and (like is None or pipelining.offloaded):
+        spec = default_schedule(pipelining.offloaded, training=False)
+    averages = setting.options.stages == "auto" and asked.stages == 1 and _averages_by_stages(setting, pipelining, spec)
     cut: RoundPipePartition | tuple[int, ...]
-    if name == "roundpipe":
+    if spec.dispatches:
         # Slots begin at stages of the user's choice only where the model is offloaded.
         options = setting.options if pipelining.offloaded else dataclasses.replace(setting.options, stages="auto")
         setting = setting.knowing(options=options, updates_whole=True, segment_starts=starts)
@@ -97,7 +99,7 @@ def cut_for_schedule(
         setting = setting.knowing(options=asked, rounds=cut)
         joint = setting.run(joint, PassLevel.SEGMENTED)
     else:
-        updates_whole = name in ("interleaved", "given")
+        updates_whole = not spec.updates_across_stages
         setting = setting.knowing(options=asked, updates_whole=updates_whole, segment_starts=starts)
         joint = setting.run(joint, PassLevel.ANNOTATED)
         if averages:
@@ -115,29 +117,27 @@ def cut_for_schedule(
         cut = tuple(stage.first for stage in joint.cuts)
     joint = setting.run(joint, PassLevel.STAGED)
     return CutGraph(
-        joint=joint, setting=setting, structure=Structure(name, len(joint.segments), cut, segment_starts(joint))
+        joint=joint, setting=setting, structure=Structure(spec, len(joint.segments), cut, segment_starts(joint))
     )
 
 
-def _stages_asked(setting: Setting, pipelining: Pipelining, name: str) -> int | str | tuple[str, ...]:
+def _stages_asked(setting: Setting, pipelining: Pipelining, spec: ScheduleSpec) -> int | str | tuple[str, ...]:
     """How many stages there are, or where they begin: the user's choice, or what the schedule needs."""
     if setting.options.stages != "auto":
         return setting.options.stages
-    if isinstance(pipelining.schedule, Schedule) and setting.context.training:
-        forwards = [order[order[:, 0] == 0, 1] for order in pipelining.schedule.orders]
-        return 1 + max((int(stages.max()) for stages in forwards if len(stages)), default=0)
-    return pipelining.workers * (2 if name == "interleaved" else 1)
+    if spec.stages is not None and setting.context.training:
+        return spec.stages
+    return pipelining.workers * spec.stages_per_device
 
 
-def _averages_by_stages(setting: Setting, pipelining: Pipelining) -> bool:
+def _averages_by_stages(setting: Setting, pipelining: Pipelining, spec: ScheduleSpec) -> bool:
     """Whether a replica of one device is to have several stages.
 
     The gradients of each are averaged beside the backward of those before it. Sharded parameters are gathered by stage,
     and again for each microbatch: where there are several, all are gathered once instead.
     """
     replicated = setting.context.training and pipelining.over_processes and pipelining.replicas > 1
-    has_schedule = isinstance(pipelining.schedule, Schedule)
-    return replicated and not has_schedule and (not pipelining.sharded or pipelining.microbatches == 1)
+    return replicated and spec.stages is None and (not pipelining.sharded or pipelining.microbatches == 1)
 
 
 def _stages_to_average(joint: JointGraph, sharded: bool) -> int:

@@ -25,6 +25,8 @@ from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.settings import Pipelining, Undivided
 from roundpipe_fx.pipeline.step_bound import Division, StepBounds
 from roundpipe_fx.report.plan_parts import PlannedDivision
+from roundpipe_fx.schedules import SCHEDULES, ScheduleSpec
+from roundpipe_fx.schedules.one_f_one_b import ONE_F_ONE_B
 from roundpipe_fx.torch_private import PassedThrough
 
 __all__ = ["NoDivisionError", "divisions_of", "lower_divided", "pipelining_of"]
@@ -67,9 +69,11 @@ def divisions_of(
             continue
         for sharded in [False, True] if not only_sharded and replicas > 1 else [replicas > 1]:
             for schedule in schedules:
-                if "1f1b" in schedules and _is_1f1b(schedule, pipeline, undivided.microbatches // replicas):
+                spec = SCHEDULES[schedule]
+                is_another = spec is not ONE_F_ONE_B and ONE_F_ONE_B.name in schedules
+                if is_another and spec.orders_as(ONE_F_ONE_B, pipeline, undivided.microbatches // replicas):
                     continue
-                counts = [stages] if isinstance(stages, int) else _stage_counts(pipeline, replicas, schedule)
+                counts = [stages] if isinstance(stages, int) else _stage_counts(pipeline, replicas, spec)
                 divisions += [
                     Division(pipeline=pipeline, replicas=replicas, sharded=sharded, stages=count, schedule=schedule)
                     for count in counts
@@ -87,18 +91,10 @@ def divisions_of(
     return divisions
 
 
-def _is_1f1b(schedule: str, devices: int, microbatches: int) -> bool:
-    """Whether a schedule of another name runs as 1F1B does: with one microbatch, or split without waits to fill."""
-    if schedule == "gpipe":
-        return microbatches == 1
-    return devices == 1 and (schedule == "zero_bubble" or (schedule == "interleaved" and microbatches == 1))
-
-
-def _stage_counts(pipeline: int, replicas: int, schedule: str) -> list[int]:
-    """Stages to try: more than one on a device gather and reduce in smaller parts, and fill an interleaved pipeline."""
-    interleaved = schedule == "interleaved"
-    powers = range(1 if interleaved else 0, 16 if interleaved or replicas > 1 else 1)
-    return [pipeline << power for power in powers]
+def _stage_counts(pipeline: int, replicas: int, spec: ScheduleSpec) -> list[int]:
+    """Stages to try: more on a device gather and reduce in smaller parts, and fill the pipeline of some schedules."""
+    powers = range(16 if spec.gains_by_stages or replicas > 1 else 1)
+    return [pipeline * spec.stages_per_device << power for power in powers]
 
 
 def pipelining_of(pipelining: Pipelining, division: Division) -> Pipelining:
@@ -113,7 +109,7 @@ def pipelining_of(pipelining: Pipelining, division: Division) -> Pipelining:
         pipelining,
         devices=pipelining.devices[:1] * division.pipeline,
         microbatches=pipelining.undivided.microbatches // division.replicas,
-        schedule=division.schedule,
+        schedule=SCHEDULES[division.schedule],
         replicas=division.replicas,
         sharded=division.sharded,
         undivided=None,

@@ -21,12 +21,12 @@ from roundpipe_fx.report.alternatives import Alternatives
 from roundpipe_fx.report.plan_parts import PlannedDivision
 from roundpipe_fx.schedules import (
     Schedule,
+    ScheduleSpec,
     StageGraph,
     StepCosts,
     Timing,
     simulate_time,
     validate,
-    with_recompute,
 )
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
 from roundpipe_fx.schedules.data_parallel import TOGETHER_BYTES, DataParallel, aligned_bytes
@@ -59,16 +59,21 @@ class Structure:
     """How a graph was cut: microbatches of another shape in the same step are cut alike.
 
     Attributes:
-        name: of the schedule.
+        schedule: its specification.
         segments: how many there were.
         cut: RoundPipe's slots, or the first segment of each stage.
         starts: the first operation of each segment but the first.
     """
 
-    name: str
+    schedule: ScheduleSpec
     segments: int
     cut: RoundPipePartition | tuple[int, ...]
     starts: tuple[OperationKey | None, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the schedule."""
+        return self.schedule.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +121,10 @@ class LoweredPipeline:
             microbatches: how many.
 
         Raises:
-            InvalidScheduleError: a given schedule does not fit; the message names the action.
+            InvalidScheduleError: the schedule does not fit; the message names the action.
         """
-        devices, user_schedule = self.pipelining.workers, self.pipelining.given_schedule
-        if user_schedule is not None:
-            made = with_recompute(user_schedule.without_missing_halves(graph), graph)
-        else:
-            made = make_schedule(self.structure.name, graph, self.main.costs, devices, microbatches)
+        devices = self.pipelining.workers
+        made = make_schedule(self.structure.schedule, graph, self.main.costs, devices, microbatches)
         validate(made, graph, microbatches, devices)
         return made.halves() if self.forwards_before_backwards else made
 

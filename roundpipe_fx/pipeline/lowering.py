@@ -49,12 +49,13 @@ from roundpipe_fx.pipeline.divide_devices import NoDivisionError, divisions_of, 
 from roundpipe_fx.pipeline.host_memory import check_host_memory, host_budget_of, host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, Variant, variant_of
 from roundpipe_fx.pipeline.segment_costs import segment_costs
-from roundpipe_fx.pipeline.settings import SCHEDULES, Pipelining
+from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.pipeline.stages_in_pieces import in_pieces_if_shorter, may_be_in_pieces
 from roundpipe_fx.pipeline.step_bound import Division, StepBounds
 from roundpipe_fx.pipeline.within_budget import within_budget
 from roundpipe_fx.remat.save_policy import SavePolicy, save_slot_inputs
-from roundpipe_fx.schedules import ActionKind, Schedule
+from roundpipe_fx.schedules import SCHEDULES, ScheduleSpec
+from roundpipe_fx.schedules.registry import default_schedule
 
 __all__ = ["lower_pipeline"]
 
@@ -114,10 +115,10 @@ def lower_pipeline(
         network=pipelining.network,
     )
     setting = dataclasses.replace(setting, share=share)
-    names = [like.name] if like is not None else _schedules_to_try(options, pipelining, training)
+    specs = [like.schedule] if like is not None else _schedules_to_try(options, pipelining, training)
 
     def planned(graph: JointGraph, setting: Setting = setting) -> LoweredPipeline:
-        return _best_of(graph, names, setting, pipelining, like, forwards_before_backwards)
+        return _best_of(graph, specs, setting, pipelining, like, forwards_before_backwards)
 
     best = _within_budget_or_in_tiles(joint, setting, pipelining, planned)
     if options.tiling == "auto" and training and like is None:
@@ -156,7 +157,7 @@ def _lower_undivided(
         joint.copy(), options, registered_syncs, None, training, undivided.microbatches, network=pipelining.network
     )
     costs = segment_costs(prepared, setting)
-    names = _schedules_to_try(options, pipelining, training)
+    names = [spec.name for spec in _schedules_to_try(options, pipelining, training)]
     divisions = divisions_of(undivided, costs.count, options.stages, names, pipelining.sharded)
     budget = options.memory_budget
     bounds = StepBounds(
@@ -187,17 +188,16 @@ def _lower_undivided(
     return lower_divided(undivided, divisions, bounds, lower)
 
 
-def _schedules_to_try(options: Options, pipelining: Pipelining, training: bool) -> Sequence[str]:
-    """Names of schedules; ``"given"`` is the user's own."""
-    if isinstance(pipelining.schedule, Schedule):
-        return ["given"]
-    if pipelining.schedule != "auto":
-        return [pipelining.schedule or ("roundpipe" if pipelining.offloaded else "1f1b")]
+def _schedules_to_try(options: Options, pipelining: Pipelining, training: bool) -> Sequence[ScheduleSpec]:
+    if isinstance(pipelining.schedule, ScheduleSpec):
+        return [pipelining.schedule]
+    if pipelining.schedule is None:
+        return [default_schedule(pipelining.offloaded, training=True)]
     if not training:
-        return ["gpipe"]
-    # RoundPipe's dispatch runs any stage on any device, and a process has the parameters of its own stages only.
+        return [default_schedule(offloaded=False, training=False)]
+    # Who dispatches runs any stage on any device, and a process has the parameters of its own stages only.
     dispatched = options.stages == "auto" and not pipelining.over_processes
-    return [name for name in SCHEDULES if name != "roundpipe" or dispatched]
+    return [spec for spec in SCHEDULES.values() if spec.auto and (not spec.dispatches or dispatched)]
 
 
 def _within_budget_or_in_tiles(
@@ -282,7 +282,7 @@ def _as_it_is_and_in_tiles(joint: JointGraph, setting: Setting) -> Iterator[Join
 
 def _best_of(
     joint: JointGraph,
-    names: Sequence[str],
+    specs: Sequence[ScheduleSpec],
     setting: Setting,
     pipelining: Pipelining,
     like: Structure | None,
@@ -296,22 +296,22 @@ def _best_of(
     best: tuple[float, LoweredPipeline] | None = None
     refused: InfeasibleBudgetError | None = None
     limits = weight_limits(joint, setting) if pipelining.offloaded and like is None else [None]
-    candidates = [(name, limit) for name in names for limit in (limits if name == "roundpipe" else [None])]
+    candidates = [(spec, limit) for spec in specs for limit in (limits if spec.dispatches else [None])]
     fits: set[str] = set()
-    for name, limit in candidates:
-        if name in fits:
+    for spec, limit in candidates:
+        if spec.name in fits:
             continue
         spare = joint.copy() if len(candidates) > 1 else joint
         lower = functools.partial(
             _lower_for_schedule,
             pipelining=pipelining,
-            name=name,
+            spec=spec,
             like=like,
             forwards_before_backwards=forwards_before_backwards,
             weight_limit=limit,
         )
         try:
-            if like is None and may_be_in_pieces(setting, pipelining, name):
+            if like is None and may_be_in_pieces(setting, pipelining, spec):
                 tried = in_pieces_if_shorter(spare, lower, setting, pipelining.microbatches)
             else:
                 tried = lower(spare, setting)
@@ -320,9 +320,9 @@ def _best_of(
             if limit is None:
                 refused = error if refused is None or error.minimum < refused.minimum else refused
             continue
-        fits.add(name)
+        fits.add(spec.name)
         timing = tried.predict(pipelining.microbatches)
-        log.info("schedule %s: %.3f ms, bubble %.1f %%", name, timing.makespan * 1e3, 100 * timing.bubble)
+        log.info("schedule %s: %.3f ms, bubble %.1f %%", spec.name, timing.makespan * 1e3, 100 * timing.bubble)
         if best is None or timing.makespan < best[0]:
             best = timing.makespan, tried
     if best is None:
@@ -335,7 +335,7 @@ def _lower_for_schedule(
     joint: JointGraph,
     setting: Setting,
     pipelining: Pipelining,
-    name: str,
+    spec: ScheduleSpec,
     like: Structure | None,
     forwards_before_backwards: bool,
     weight_limit: int | None,
@@ -347,7 +347,7 @@ def _lower_for_schedule(
         joint: the graph of a microbatch; it is rewritten.
         setting: what lowering knows besides the graph.
         pipelining: the user's.
-        name: of the schedule.
+        spec: of the schedule.
         like: how the graph of another microbatch of the same step was cut.
         forwards_before_backwards: whether all forwards run before all backwards.
         weight_limit: bytes that an offloaded model's weights may take on a device.
@@ -356,7 +356,7 @@ def _lower_for_schedule(
     Raises:
         InfeasibleBudgetError: some device needs more than the budget at the least.
     """
-    cut = cut_for_schedule(joint, setting, pipelining, name, like, weight_limit, in_pieces)
+    cut = cut_for_schedule(joint, setting, pipelining, spec, like, weight_limit, in_pieces)
     if not setting.context.training:
         only = variant_of(emit(cut.joint, cut.setting), cut.setting, pipelining)
         return LoweredPipeline(
@@ -367,8 +367,8 @@ def _lower_for_schedule(
             pipelining=pipelining,
             forwards_before_backwards=False,
         )
-    split = name == "zero_bubble" or _splits_backward(pipelining.schedule)
-    stage_inputs = save_slot_inputs if name == "roundpipe" else SAVE_POLICIES["full"]
+    split = spec.splits_backward
+    stage_inputs = save_slot_inputs if spec.dispatches else SAVE_POLICIES["full"]
     if pipelining.checkpoint is None:
         budget = asked_budget(cut.joint, setting.options, setting.device)
         if budget is not None:
@@ -403,7 +403,3 @@ def _by_policy(
         pipelining=pipelining,
         forwards_before_backwards=forwards_before_backwards,
     )
-
-
-def _splits_backward(schedule: Schedule | str | None) -> bool:
-    return isinstance(schedule, Schedule) and schedule.only(ActionKind.BACKWARD_INPUT).size > 0

@@ -1,50 +1,55 @@
-"""Makes the schedule of a name for the steps of a graph."""
+"""Makes a schedule for the steps of a graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from roundpipe_fx.schedules import (
     ActionKind,
+    InvalidScheduleError,
     Schedule,
+    ScheduleSpec,
     StageGraph,
     StepCosts,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    round_robin,
     with_recompute,
-    zero_bubble,
 )
 
 __all__ = ["make_schedule"]
 
-_BOUND: dict[str, Callable[[int, int, int], Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zero_bubble": zero_bubble,
-}
 
-
-def make_schedule(name: str, graph: StageGraph, costs: StepCosts, devices: int, microbatches: int) -> Schedule:
+def make_schedule(spec: ScheduleSpec, graph: StageGraph, costs: StepCosts, devices: int, microbatches: int) -> Schedule:
     """A schedule that runs all steps of a graph, each stage's recomputation before the wait for its gradient.
 
     Args:
-        name: of :data:`roundpipe_fx.pipeline.settings.SCHEDULES`.
+        spec: how it is built.
         graph: the steps; those that the schedule knows and the graph does not (a stage without parameters has no
-            gradients of them) are left out.
-        costs: of the steps; RoundPipe's dispatch depends on them.
+            gradients of them) are left out. Of a schedule that was written for its stages only the halves of backwards
+            are, since everything else is a mistake that is to be named.
+        costs: of the steps; how stages are dispatched depends on them.
         devices: how many.
         microbatches: how many.
+
+    Raises:
+        InvalidScheduleError: backwards are split though the specification says that they are not, or the reverse.
     """
     stages = 1 + max((stage for kind, stage in graph.steps if kind is ActionKind.FORWARD), default=0)
-    if name == "roundpipe":
+    if spec.dispatches:
         slots = 1 + max((stage for _, stage in graph.steps), default=0)
         seconds = [0.0] * slots
         for (_, slot), of_slot in costs.seconds.items():
             seconds[slot] += of_slot
-        whole = round_robin(devices, stages - 1, slots, microbatches, seconds, costs.on_host is not None)
+        once = costs.on_host is not None
+        made = spec.build(devices, stages, microbatches, slots=slots, seconds=seconds, once=once)
     else:
-        whole = _BOUND[name](devices, stages, microbatches)
-    return with_recompute(whole.restricted(graph), graph)
+        made = spec.build(devices, stages, microbatches)
+    if spec.stages is not None:
+        return with_recompute(made.without_missing_halves(graph), graph)
+    _check_halves(spec, made)
+    return with_recompute(made.restricted(graph), graph)
+
+
+def _check_halves(spec: ScheduleSpec, made: Schedule) -> None:
+    others = (ActionKind.BACKWARD,) if spec.splits_backward else (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+    if made.only(*others).size:
+        raise InvalidScheduleError(
+            f"schedule {spec.name!r} is built with actions of kind {', '.join(others)}, and its specification says "
+            f"splits_backward={spec.splits_backward}: a backward is either B, or split into I and W."
+        )

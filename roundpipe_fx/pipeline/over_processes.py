@@ -207,7 +207,7 @@ class ProcessPipeline:
         """Capture and plan on this rank."""
         captured, scheduled = prepare()
         readers = readers_of(scheduled.instructions, captured.programs, captured.primals)
-        if captured.graphs[0].pipeline.structure.name == "roundpipe":  # whatever a later batch is dispatched like
+        if captured.graphs[0].pipeline.structure.schedule.dispatches:  # whatever a later batch is dispatched like
             readers = dict.fromkeys(readers, frozenset(range(self.group.size)))
         self.ownership.refuse_shared_updates(
             (

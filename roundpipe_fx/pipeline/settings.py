@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory
-from roundpipe_fx.schedules import Schedule
+from roundpipe_fx.schedules import SCHEDULES, Schedule, ScheduleSpec
+from roundpipe_fx.schedules.spec import given_spec
 
 __all__ = [
     "CHECKPOINTS",
     "COUNT_OF_BATCH",
     "LOSS_REDUCTIONS",
-    "SCHEDULES",
     "Pipelining",
     "StepCompileState",
     "Undivided",
@@ -24,7 +24,6 @@ __all__ = [
     "parse_pipelining",
 ]
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "roundpipe")
 CHECKPOINTS = ("always", "except_last", "never")
 LOSS_REDUCTIONS = ("mean", "sum")
 COUNT_OF_BATCH = "num_items_in_batch"
@@ -89,8 +88,8 @@ class Pipelining:
     Attributes:
         devices: one worker each; a device may be named several times. Empty: one worker, where the model is.
         microbatches: into how many a batch is split.
-        schedule: a name of :data:`SCHEDULES`, ``"auto"``, or a schedule; ``None``: the usual one, 1F1B, and
-            RoundPipe's dispatch for an offloaded model.
+        schedule: one that is known by name, or the user's own; ``"auto"``: the quickest; ``None``: the usual one
+            (:func:`roundpipe_fx.schedules.registry.default_schedule`).
         checkpoint: which microbatches are recomputed: ``"always"`` all, ``"except_last"`` all but the last,
             ``"never"`` none; ``None``: as a byte budget requires, without one none.
         offloaded: whether the model is on the host, and devices hold what they currently need of it. If it is not
@@ -116,7 +115,7 @@ class Pipelining:
 
     devices: tuple[torch.device, ...]
     microbatches: int
-    schedule: str | Schedule | None
+    schedule: ScheduleSpec | Literal["auto"] | None
     checkpoint: str | None
     offloaded: bool = False
     loss_reduction: str = "mean"
@@ -158,11 +157,6 @@ class Pipelining:
         sharing = 1 if self.host_links is None else -(-self.workers // self.host_links)
         return of_a_link / sharing
 
-    @property
-    def given_schedule(self) -> Schedule | None:
-        """The user's own schedule; ``None`` if it is one of those that are known by name."""
-        return self.schedule if isinstance(self.schedule, Schedule) else None
-
 
 def parse_pipelining(
     devices: Sequence[torch.device | str] | None,
@@ -201,11 +195,7 @@ def parse_pipelining(
         raise TypeError(f"num_microbatches must be a positive int, not {num_microbatches!r}.")
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: there must be at least one.")
-    if isinstance(schedule, str) and schedule not in (*SCHEDULES, "auto"):
-        names = ", ".join(repr(name) for name in (*SCHEDULES, "auto"))
-        raise ValueError(f"schedule={schedule!r}: valid values are {names}, or a roundpipe_fx.Schedule.")
-    if schedule is not None and not isinstance(schedule, (str, Schedule)):
-        raise TypeError(f"schedule must be a name or a roundpipe_fx.Schedule, not {type(schedule).__name__}.")
+    spec = _schedule_asked(schedule)
     if checkpoint is not None and checkpoint not in CHECKPOINTS:
         names = ", ".join(repr(name) for name in CHECKPOINTS)
         raise ValueError(f"checkpoint={checkpoint!r}: valid values are {names}.")
@@ -214,9 +204,9 @@ def parse_pipelining(
             f"checkpoint={checkpoint!r} says what is recomputed, and so does "
             f"{'recompute' if recompute is not None else 'memory_budget'}. Give one of them."
         )
-    if schedule == "roundpipe" and stages != "auto":
+    if isinstance(spec, ScheduleSpec) and spec.dispatches and stages != "auto":
         raise ValueError(
-            f"stages={stages!r}: the schedule 'roundpipe' cuts forward and backward itself, independently of each "
+            f"stages={stages!r}: the schedule {spec.name!r} cuts forward and backward itself, independently of each "
             "other. Leave stages='auto'."
         )
     count = stages if isinstance(stages, int) else len(stages) + 1 if isinstance(stages, tuple) else None
@@ -230,10 +220,25 @@ def parse_pipelining(
     return Pipelining(
         devices=parsed,
         microbatches=num_microbatches,
-        schedule=schedule,
+        schedule=spec,
         checkpoint=checkpoint,
         loss_reduction=loss_reduction,
     )
+
+
+def _schedule_asked(schedule: str | Schedule | None) -> ScheduleSpec | Literal["auto"] | None:
+    if schedule is None:
+        return None
+    if schedule == "auto":
+        return "auto"
+    if isinstance(schedule, Schedule):
+        return given_spec(schedule)
+    if not isinstance(schedule, str):
+        raise TypeError(f"schedule must be a name or a roundpipe_fx.Schedule, not {type(schedule).__name__}.")
+    if schedule not in SCHEDULES:
+        names = ", ".join(repr(name) for name in (*SCHEDULES, "auto"))
+        raise ValueError(f"schedule={schedule!r}: valid values are {names}, or a roundpipe_fx.Schedule.")
+    return SCHEDULES[schedule]
 
 
 def parse_host_links(asked: Any) -> int | None:

@@ -22,18 +22,17 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.segment import StageCut
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, has_host
 from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.schedules import ScheduleSpec
 
 __all__ = ["in_pieces_if_shorter", "may_be_in_pieces", "pieces_of"]
 
 log = logging.getLogger(__name__)
 
-_SCHEDULES = ("gpipe", "1f1b")
-"""In which a device has consecutive stages, as many as there are."""
 _MOST = 64
 """Pieces of all stages: each takes a call for each microbatch."""
 
 
-def may_be_in_pieces(setting: Setting, pipelining: Pipelining, name: str) -> bool:
+def may_be_in_pieces(setting: Setting, pipelining: Pipelining, spec: ScheduleSpec) -> bool:
     """Whether stages may be in pieces.
 
     Not an offloaded model's: its gradients are summed by residency window, so in other windows they are rounded
@@ -42,11 +41,11 @@ def may_be_in_pieces(setting: Setting, pipelining: Pipelining, name: str) -> boo
     Args:
         setting: what lowering knows besides the graph.
         pipelining: the user's.
-        name: of the schedule.
+        spec: of the schedule.
     """
     return (
         setting.context.training
-        and name in _SCHEDULES
+        and spec.takes_pieces
         and setting.options.stages == "auto"
         and has_host(setting, pipelining)
         and pipelining.sends_unasked

@@ -26,7 +26,16 @@ from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.distributed.sharding import padded_bytes
 from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.segment_costs import SegmentCosts
-from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph, StepCosts, chain, simulate_time
+from roundpipe_fx.schedules import (
+    SCHEDULES,
+    ActionKind,
+    ScheduleSpec,
+    StageAction,
+    StageGraph,
+    StepCosts,
+    chain,
+    simulate_time,
+)
 from roundpipe_fx.schedules.data_parallel import DataParallel
 from roundpipe_fx.schedules.schedule import NUMBER
 from roundpipe_fx.schedules.sharding import ShardedCosts, gaps_of
@@ -59,6 +68,11 @@ class Division:
     sharded: bool
     stages: int
     schedule: str
+
+    @property
+    def spec(self) -> ScheduleSpec:
+        """The specification of the schedule."""
+        return SCHEDULES[self.schedule]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,12 +195,12 @@ class StepBounds:
             parts of split backwards would have to be known for a bound.
         """
         count, bound = self.microbatches // division.replicas, self.of(division)
-        split = division.schedule == "zero_bubble"
+        split = division.spec.splits_backward
         if count * division.stages > _MOST_SIMULATED or (split and not estimate) or math.isinf(bound.seconds):
             return bound.seconds
         stages = self._stages(division.stages)
         graph = chain(division.stages, split=split, recompute=True)
-        made = make_schedule(division.schedule, graph, StepCosts(seconds={}), division.pipeline, count)
+        made = make_schedule(division.spec, graph, StepCosts(seconds={}), division.pipeline, count)
         made = made.halves() if self.halves else made
         device_of = {stage: device for device, order in enumerate(made.orders) for stage in np.unique(order[:, 1])}
         recompute = bound.recompute_seconds if estimate else [0.0] * division.pipeline
@@ -211,7 +225,7 @@ class StepBounds:
         sends: bool,
     ) -> StepCosts:
         """Costs of the stage actions, without what is held."""
-        last = ActionKind.BACKWARD_WEIGHT if division.schedule == "zero_bubble" else ActionKind.BACKWARD
+        last = ActionKind.BACKWARD_WEIGHT if division.spec.splits_backward else ActionKind.BACKWARD
         gradients: dict[StageAction, dict[int, int]] = {}
         reads: dict[StageAction, tuple[int, ...]] = {}
         sent: dict[tuple[StageAction, StageAction], int] = {}
@@ -270,8 +284,8 @@ class StepBounds:
     def _devices(self, division: Division) -> list[tuple[list[int], np.ndarray]]:
         """Of each device, its stages in order, and its actions for as many microbatches as fill the pipeline."""
         few = min(self.microbatches // division.replicas, _ROUNDS * division.pipeline)
-        graph = chain(division.stages, split=division.schedule == "zero_bubble")
-        made = make_schedule(division.schedule, graph, StepCosts(seconds={}), division.pipeline, few)
+        graph = chain(division.stages, split=division.spec.splits_backward)
+        made = make_schedule(division.spec, graph, StepCosts(seconds={}), division.pipeline, few)
         if self.halves:
             made = made.halves()
         return [(np.unique(order[:, 1]).tolist(), order) for order in made.orders]
@@ -344,7 +358,7 @@ class StepBounds:
         change = np.zeros((len(order) + 1, len(numbers)), dtype=np.int64)
         change[np.arange(len(order)) + 1, column] = forwards.astype(np.int64) - begins
         flight = np.cumsum(change, axis=0)  # by stage, microbatches that are saved before an action
-        if division.schedule == "gpipe" or self.halves:  # all of them are in flight
+        if division.spec.holds_all_microbatches or self.halves:  # all of them are in flight
             few = int(order[:, 2].max()) + 1
             flight *= self.microbatches // division.replicas // few
         others = np.where(forwards[:, None], flight[:-1], flight[1:])
@@ -417,7 +431,7 @@ class StepBounds:
         """Seconds at the least before a device's first action, after its last one, and of all that its link carries."""
         first = min(numbers)
         head = stages.begins[first]
-        tail = 0.0 if division.schedule == "zero_bubble" else stages.left[first]
+        tail = 0.0 if division.spec.splits_backward else stages.left[first]
         if parallel is None:
             return head, tail, 0.0
         lowest = gradients[1].keys() - shared

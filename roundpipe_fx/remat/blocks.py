@@ -17,7 +17,7 @@ from roundpipe_fx.remat.alike import shape_of_backward
 from roundpipe_fx.remat.reduce_peak import MAX_REMAT_LEVEL, PeakReducer
 from roundpipe_fx.remat.schedule import PlannedSchedule, RematChoice, just_in_time
 
-__all__ = ["Block", "Blocks", "make_schedule"]
+__all__ = ["Block", "Blocks", "planned_schedule"]
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Blocks:
         return blocks
 
 
-def make_schedule(blocks: Blocks, choice: RematChoice) -> PlannedSchedule:
+def planned_schedule(blocks: Blocks, choice: RematChoice) -> PlannedSchedule:
     """Turn a choice into a schedule: what runs in the backward, in order."""
     graph = blocks.graph
     available = choice.kept | graph.always_live

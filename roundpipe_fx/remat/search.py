@@ -16,7 +16,7 @@ import numpy as np
 
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.console.progress import progress
-from roundpipe_fx.remat.blocks import Blocks, make_schedule
+from roundpipe_fx.remat.blocks import Blocks, planned_schedule
 from roundpipe_fx.remat.chain import SegmentChain
 from roundpipe_fx.remat.schedule import Peak, PlannedSchedule, RematChoice, simulate
 from roundpipe_fx.remat.segment_chain import SaveOption, chain_of, remat_choice_of
@@ -170,7 +170,7 @@ def most_kept(blocks: Blocks, save_options: list[list[SaveOption]]) -> Candidate
 
 def work_out(blocks: Blocks, choice: RematChoice) -> Candidate:
     """The schedule of a choice. Storages that it would save but must not are recomputed with their checkpoint."""
-    schedule = make_schedule(blocks, _heeding_regions(blocks.graph, choice))
+    schedule = planned_schedule(blocks, _heeding_regions(blocks.graph, choice))
     return Candidate(schedule, simulate(blocks.graph, schedule))
 
 

@@ -12,8 +12,9 @@ import numpy as np
 from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.blocks import block_of, run_of
 from roundpipe_fx.schedules.schedule import Schedule
+from roundpipe_fx.schedules.spec import ScheduleSpec
 
-__all__ = ["gpipe"]
+__all__ = ["GPIPE", "gpipe"]
 
 
 def gpipe(devices: int, stages: int, microbatches: int) -> Schedule:
@@ -36,3 +37,13 @@ def gpipe(devices: int, stages: int, microbatches: int) -> Schedule:
             )
         )
     return Schedule("gpipe", tuple(orders))
+
+
+GPIPE = ScheduleSpec(
+    "gpipe",
+    gpipe,
+    updates_across_stages=True,
+    holds_all_microbatches=True,
+    takes_pieces=True,
+    about="all forwards, then all backwards",
+)

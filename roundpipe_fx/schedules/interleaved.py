@@ -12,8 +12,9 @@ import numpy as np
 from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.blocks import pairs
 from roundpipe_fx.schedules.schedule import NUMBER, Schedule
+from roundpipe_fx.schedules.spec import ScheduleSpec
 
-__all__ = ["interleaved"]
+__all__ = ["INTERLEAVED", "interleaved"]
 
 
 def interleaved(devices: int, stages: int, microbatches: int) -> Schedule:
@@ -49,3 +50,12 @@ def _grouped(kind: ActionKind, stages: list[int], group: int, microbatches: int)
         for microbatch in range(start, start + group)
     ]
     return np.array(rows, dtype=np.int32).reshape(-1, 3)
+
+
+INTERLEAVED = ScheduleSpec(
+    "interleaved",
+    interleaved,
+    stages_per_device=2,
+    gains_by_stages=True,
+    about="several non-adjacent stages per device, so the pipeline fills faster",
+)

@@ -12,8 +12,9 @@ import numpy as np
 from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.blocks import block_of, pairs, run_of
 from roundpipe_fx.schedules.schedule import Schedule
+from roundpipe_fx.schedules.spec import ScheduleSpec
 
-__all__ = ["one_f_one_b"]
+__all__ = ["ONE_F_ONE_B", "one_f_one_b"]
 
 
 def one_f_one_b(devices: int, stages: int, microbatches: int) -> Schedule:
@@ -38,3 +39,12 @@ def one_f_one_b(devices: int, stages: int, microbatches: int) -> Schedule:
             else forward
         )
     return Schedule("1f1b", tuple(orders))
+
+
+ONE_F_ONE_B = ScheduleSpec(
+    "1f1b",
+    one_f_one_b,
+    updates_across_stages=True,
+    takes_pieces=True,
+    about="as few microbatches in flight as keep all devices busy",
+)

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 from roundpipe_fx.schedules.action import Action, ActionKind
 from roundpipe_fx.schedules.schedule import Schedule
+from roundpipe_fx.schedules.spec import ScheduleSpec
 
-__all__ = ["Dispatch", "dispatch", "round_robin"]
+__all__ = ["ROUNDPIPE", "Dispatch", "dispatch", "round_robin"]
 
 _SHARING = 4
 """Upper limit on the number of workers that share a group."""
@@ -107,3 +108,23 @@ def round_robin(
         ]
         orders[worker] += [Action(kind, slot, microbatch) for microbatch in batches for kind in kinds]
     return Schedule.of("roundpipe", orders)
+
+
+def _build(
+    devices: int,
+    stages: int,
+    microbatches: int,
+    slots: int | None = None,
+    seconds: Sequence[float] | None = None,
+    once: bool = False,
+) -> Schedule:
+    """The schedule of so many forward slots, the last of which is fused; without ``slots`` as many run back."""
+    return round_robin(devices, stages - 1, slots or 2 * stages - 1, microbatches, seconds, once)
+
+
+ROUNDPIPE = ScheduleSpec(
+    "roundpipe",
+    _build,
+    dispatches=True,
+    about="stages are dispatched to a pool of devices in turn; several devices share a heavy one",
+)

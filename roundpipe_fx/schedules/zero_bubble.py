@@ -11,8 +11,9 @@ from __future__ import annotations
 from roundpipe_fx.schedules.action import Action, ActionKind
 from roundpipe_fx.schedules.blocks import run_of
 from roundpipe_fx.schedules.schedule import Schedule
+from roundpipe_fx.schedules.spec import ScheduleSpec
 
-__all__ = ["zero_bubble"]
+__all__ = ["ZERO_BUBBLE", "zero_bubble"]
 
 
 def zero_bubble(devices: int, stages: int, microbatches: int) -> Schedule:
@@ -46,3 +47,12 @@ def _order(stages: list[int], device: int, devices: int, microbatches: int) -> l
     for microbatch in range(max(0, microbatches - put_off), microbatches):
         actions += act(ActionKind.BACKWARD_WEIGHT, microbatch)
     return actions
+
+
+ZERO_BUBBLE = ScheduleSpec(
+    "zero_bubble",
+    zero_bubble,
+    splits_backward=True,
+    updates_across_stages=True,
+    about="ZB-H1: gradients of parameters, on which nothing waits, fill the bubbles",
+)

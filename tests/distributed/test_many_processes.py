@@ -147,6 +147,8 @@ SCHEDULES: list[dict[str, Any]] = [
     {"schedule": "interleaved"},
     {"schedule": "zero_bubble"},
     {"schedule": "zero_bubble", "memory_budget": 0.5},
+    {"schedule": "zbv"},
+    {"schedule": "dualpipev", "memory_budget": 0.5},
     {"checkpoint": "except_last"},
     {"memory_budget": 0.0},
 ]

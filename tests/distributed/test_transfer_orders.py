@@ -13,10 +13,12 @@ from roundpipe_fx.schedules import (
     Schedule,
     StageGraph,
     chain,
+    dualpipev,
     gpipe,
     interleaved,
     one_f_one_b,
     with_transfers,
+    zbv,
     zero_bubble,
 )
 
@@ -52,6 +54,8 @@ SCHEDULES = {
     "1f1b": (one_f_one_b, 1, False),
     "interleaved": (interleaved, 2, False),
     "zero_bubble": (zero_bubble, 1, True),
+    "zbv": (zbv, 2, True),
+    "dualpipev": (dualpipev, 2, True),
 }
 
 

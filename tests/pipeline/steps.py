@@ -12,7 +12,7 @@ from torch import nn
 import roundpipe_fx
 from tests.comparison import Step
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "roundpipe")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev", "roundpipe")
 CPUS = ("cpu", "cpu")
 
 

@@ -13,7 +13,7 @@ from roundpipe_fx.analysis.program_events import course_of
 from roundpipe_fx.analysis.read_operations import read_operations
 from roundpipe_fx.analysis.simulator import peak_of_course
 from roundpipe_fx.codegen import emit_backward_program, emit_forward_program
-from roundpipe_fx.remat.blocks import Blocks, make_schedule
+from roundpipe_fx.remat.blocks import Blocks, planned_schedule
 from roundpipe_fx.remat.early import early_at, early_choices, early_within
 from roundpipe_fx.remat.reduce_peak import MAX_REMAT_LEVEL
 from roundpipe_fx.remat.schedule import RematChoice, remat_schedule, simulate
@@ -45,7 +45,7 @@ def test_any_choice_gives_the_same_bits_within_the_simulated_bytes(
             earlier = [s for s in storages if graph.segment_of[s] <= segment]
             held[segment] = frozenset(s for s in earlier if data.draw(st.booleans()))
     remat_level = {segment: data.draw(st.integers(0, MAX_REMAT_LEVEL + 1)) for segment in range(segments)}
-    schedule = make_schedule(Blocks(graph), RematChoice(kept, held, remat_level))
+    schedule = planned_schedule(Blocks(graph), RematChoice(kept, held, remat_level))
     choices = early_choices(graph, schedule)
     level = {stage: data.draw(st.integers(0, len(own) - 1)) for stage, own in choices.items()}
     schedule = early_at(schedule, choices, level)
@@ -101,7 +101,7 @@ def test_a_dropouts_mask_is_drawn_without_its_input() -> None:
     joint, _ = listed.staged(capture_joint(mlp(), torch.randn(8, 16)), left_out=("dropout",))
     graph = read_operations(joint, len(joint.segments))
     assert graph.mask_only
-    schedule = make_schedule(Blocks(graph), RematChoice(frozenset(graph.live_across)))
+    schedule = planned_schedule(Blocks(graph), RematChoice(frozenset(graph.live_across)))
     steps = [step for _, block in schedule.backward for step in block]
     masks = [step for step in steps if step.rng_shape_source is not None]
     # The layers before the dropouts are not run again: nothing but the masks needed them. The last one is, since the

@@ -17,19 +17,28 @@ import roundpipe_fx
 from roundpipe_fx.schedules import (
     Schedule,
     chain,
+    dualpipev,
     gpipe,
     interleaved,
     one_f_one_b,
     validate,
     with_recompute,
+    zbv,
     zero_bubble,
 )
 
-OURS = [gpipe(3, 3, 5), one_f_one_b(3, 6, 5), interleaved(2, 6, 4), zero_bubble(3, 3, 5)]
+OURS = [
+    gpipe(3, 3, 5),
+    one_f_one_b(3, 6, 5),
+    interleaved(2, 6, 4),
+    zero_bubble(3, 3, 5),
+    zbv(3, 6, 5),
+    dualpipev(3, 6, 5),
+]
 THEIRS = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
 
-def _theirs(path: Path, name: str, devices: int, microbatches: int, **options: Any) -> Schedule:
+def theirs(path: Path, name: str, devices: int, microbatches: int, **options: Any) -> Schedule:
     order = get_schedule_ops(name, devices, microbatches, 2, **options)
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows([str(action) if action else "" for action in row] for row in order)
@@ -49,7 +58,7 @@ def test_pytorch_reads_ours(schedule: Schedule, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", THEIRS)
 @pytest.mark.parametrize("options", [{}, {"add_spacing": True}, {"with_comms": True}], ids=["plain", "ticks", "moves"])
 def test_theirs_are_valid(name: str, options: dict[str, bool], tmp_path: Path) -> None:
-    schedule = _theirs(tmp_path / "theirs.csv", name, 3, 8, **options)
+    schedule = theirs(tmp_path / "theirs.csv", name, 3, 8, **options)
     split = any("W" in str(action) for device in range(3) for action in schedule.actions(device))
     validate(schedule, chain(6, split=split), 8, 3)
     assert (schedule.name, schedule.devices, schedule.microbatches) == (name, 3, 8)
@@ -57,7 +66,7 @@ def test_theirs_are_valid(name: str, options: dict[str, bool], tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
 def test_a_model_runs_by_theirs(name: str, tmp_path: Path) -> None:
-    schedule = _theirs(tmp_path / "theirs.csv", name, 2, 4)
+    schedule = theirs(tmp_path / "theirs.csv", name, 2, 4)
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
     eager = nn.Sequential(*layers[:2], nn.Tanh(), layers[2]).double()  # a stage has no parameters, the first no inputs'

@@ -1,0 +1,50 @@
+"""ZB-V: a zero bubble within the memory of 1F1B, by a V-shaped pipeline.
+
+Qi et al., "Zero bubble pipeline parallelism", 2024, section 6; it is V-ZB among the V-shaped schedules of "Pipeline
+parallelism with controllable memory", 2024. Each device has two runs of stages, and backwards are split. Where F, I and
+W of a stage take the same time t, a step of m microbatches on p devices takes 6mt + (p - 1)t, if m is at least 2p - 1:
+each device waits for its first forward only. No device holds more than 2p microbatches of a stage. These are as many
+bytes as the first device of 1F1B holds, which has p microbatches of a stage of twice the size.
+"""
+
+from __future__ import annotations
+
+from roundpipe_fx.schedules.schedule import Schedule
+from roundpipe_fx.schedules.spec import ScheduleSpec
+from roundpipe_fx.schedules.v_shape import SchedulePhase, v_shaped
+
+__all__ = ["ZBV", "zbv"]
+
+
+def zbv(devices: int, stages: int, microbatches: int) -> Schedule:
+    """The ZB-V schedule. With two stages a device, device d has stages d and 2 × ``devices`` - 1 - d.
+
+    Args:
+        devices: number of devices.
+        stages: number of stages.
+        microbatches: number of microbatches.
+    """
+    return v_shaped("zbv", _phases, devices, stages, microbatches)
+
+
+def _phases(device: int, devices: int, microbatches: int) -> list[SchedulePhase]:
+    after = devices - 1 - device
+    return [
+        (2 * after + 1, "F0"),
+        (device, "F1 F0"),
+        (after + 1, "F1 I1 W"),
+        (microbatches - 2 * devices + 1 + device, "F0 I0 W F1 I1 W"),
+        (after, "I0 W F1 I1 W"),
+        (device, "I0 I1"),  # gradients of inputs are sent on first: others wait for them
+        (after + 1, "I0 W"),
+        (2 * device, "W"),
+    ]
+
+
+ZBV = ScheduleSpec(
+    "zbv",
+    zbv,
+    stages_per_device=2,
+    splits_backward=True,
+    about="ZB-V: two stages a device, down the devices and back up; next to no bubble, with the memory of 1F1B",
+)
