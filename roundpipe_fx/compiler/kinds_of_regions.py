@@ -8,28 +8,32 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import fx
 
-from roundpipe_fx.analysis.operations import Operation
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, elements
-from roundpipe_fx.compiler.class_tiles import instead_of_rows, may_be_quicker, operations_of, seconds_of
+from roundpipe_fx.budget import Found
+from roundpipe_fx.compiler.class_tiles import (
+    class_regions,
+    instead_of_rows,
+    may_be_quicker,
+    operations_of,
+    seconds_of,
+)
 from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.compiler.operations import summed, tiled
+from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
+from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.tile_loop import TileLoop
-from roundpipe_fx.remat.choose import Chosen
-from roundpipe_fx.remat.schedule import simulate
+from roundpipe_fx.remat.choose import Needs, Unmet
 
 __all__ = [
     "Kind",
     "Kinds",
-    "MetError",
-    "Needs",
+    "Planned",
     "Tiles",
-    "TilingSteps",
-    "UnmetError",
     "by_kind",
     "first_tiles",
     "names_of",
@@ -46,73 +50,8 @@ Kind: TypeAlias = tuple[Any, ...]
 """The same for regions that do the same on the same shapes."""
 _TilesOfKinds: TypeAlias = frozenset[tuple[Kind, int]]
 """Kinds with their number of tiles."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """What binds.
-
-    Attributes:
-        bytes: that a step needs at the least.
-        operation: while which it needs them; ``None``: it is between operations.
-        live: names and bytes of what is alive there.
-    """
-
-    bytes: int
-    operation: Operation | None
-    live: tuple[tuple[str, int], ...]
-
-    @classmethod
-    def of_plan(cls, chosen: Chosen, minimum: int) -> Needs:
-        """At the peak of a plan.
-
-        Args:
-            chosen: the plan.
-            minimum: peak of the programs that were emitted for it, in bytes.
-        """
-        peak = simulate(chosen.followed, chosen.candidate.schedule, list_live=True)
-        return cls(bytes=minimum, operation=peak.operation, live=peak.live)
-
-
-class UnmetError(Exception):
-    """No plan stays within the budget.
-
-    Attributes:
-        needs: what binds.
-        chosen: the plan with the lowest peak; ``None``: one operation alone needs more, and no plan was searched for.
-    """
-
-    def __init__(self, needs: Needs, chosen: Chosen | None = None) -> None:
-        super().__init__()
-        self.needs = needs
-        self.chosen = chosen
-
-
-class MetError(Exception):
-    """A plan that stays within the budget is known."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TilingSteps:
-    """How graphs are made and planned.
-
-    Attributes:
-        summed: a copy of a graph in which means are sums.
-        tiled: a copy of a graph in which regions are loops.
-        by_class: the regions of loss heads whose rows are classes.
-        by_segment: the tiles of regions that the chain of segments finds best for a number of bytes and for ever fewer,
-            each with the seconds that a step then takes longer than with nothing recomputed.
-        planned: plans for a budget; raises :class:`UnmetError`, without a search for a plan where one operation alone
-            needs more than so many bytes as the last argument says.
-        share: of a budget that may be used.
-    """
-
-    summed: Callable[[JointGraph], JointGraph]
-    tiled: Callable[[JointGraph, Tiles], JointGraph]
-    by_class: Callable[[JointGraph], Sequence[TileRegion]]
-    by_segment: Callable[[JointGraph, Sequence[TileRegion], int], Iterable[tuple[float, Tiles]]]
-    planned: Callable[[JointGraph, int | float, int | None], Lowered]
-    share: float
+Planned: TypeAlias = Callable[[JointGraph, Setting, int | float, int | None], Found[Lowered] | Unmet]
+"""Plans for a budget, as :func:`roundpipe_fx.compiler.within_budget.within` does."""
 
 
 class Kinds:
@@ -120,28 +59,29 @@ class Kinds:
 
     Args:
         joint: an annotated graph; not changed.
-        steps: how graphs are made and planned.
+        setting: what else there is to know.
+        planned: plans graphs.
 
     Attributes:
-        is_met_by_known: whether budgets that a known plan stays within are not planned for, only whether they are met.
+        setting: what else there is to know.
     """
 
-    def __init__(self, joint: JointGraph, steps: TilingSteps) -> None:
-        self._joint, self._steps = joint, steps
-        self.is_met_by_known = False
-        self._least: dict[_TilesOfKinds, UnmetError] = {}
+    def __init__(self, joint: JointGraph, setting: Setting, planned: Planned) -> None:
+        self.setting = setting
+        self._joint, self._planned = joint, planned
+        self._least: dict[_TilesOfKinds, Unmet] = {}
         """What one operation needs alone; found where it is more than a limit."""
         self._fitting: dict[_TilesOfKinds, int] = {}
         """The least limit that no operation alone was found to exceed."""
         self._holding_of: dict[Kind, frozenset[str]] = {}
         self._compared_in: dict[frozenset[tuple[str, ...]], JointGraph] = {}
         self._quicker: dict[tuple[Kind, Kind, int], int | None] = {}
-        self._lowest: dict[_TilesOfKinds, UnmetError] = {}
+        self._lowest: dict[_TilesOfKinds, Unmet] = {}
         """The lowest peak of a plan; which that is does not depend on the budget."""
 
     @functools.cached_property
     def _graph(self) -> JointGraph:
-        return self._steps.summed(self._joint)
+        return summed(self._joint, self.setting)
 
     @functools.cached_property
     def _regions(self) -> TileRegions:
@@ -150,7 +90,7 @@ class Kinds:
     @functools.cached_property
     def _heads(self) -> dict[Kind, list[TileRegion]]:
         """Loss heads whose rows are classes, by kind."""
-        return by_kind(self._steps.by_class(self._graph))
+        return by_kind(class_regions(self._graph, self.setting.costs))
 
     @functools.cached_property
     def _named(self) -> dict[str, fx.Node]:
@@ -170,63 +110,58 @@ class Kinds:
         """The largest number of tiles that there can be."""
         return self._of(kind)[0].most_tiles
 
-    def planned(self, tiles: Mapping[Kind, int], budget: int | float, limit: int | None) -> Lowered:
-        """A plan for a budget, with kinds in so many tiles.
+    def planned(
+        self, tiles: Mapping[Kind, int], budget: int | float, limit: int | None
+    ) -> Found[Lowered | None] | Unmet:
+        """A plan for a budget, with kinds in so many tiles. One that is known not to be there is not searched for.
 
         Args:
             tiles: by kind; none: the graph as it was.
             budget: bytes or a share.
             limit: where one operation alone needs more bytes, no plan is searched for; ``None``: one always is.
 
-        Raises:
-            UnmetError: no plan stays within it. One that is known not to is not searched for again.
-            MetError: one does, and only that was asked.
+        Returns:
+            the plan; ``None`` for one that was refused for a smaller budget, and stays within this one.
         """
         key = frozenset(tiles.items())
         least, lowest = self._least.get(key), self._lowest.get(key)
-        if limit is not None and least is not None and least.needs.bytes > limit:
-            raise least
+        if limit is not None and least is not None and least.minimum > limit:
+            return least
         is_searched = limit is None or least is not None or limit >= self._fitting.get(key, math.inf)
         if lowest is not None and is_searched:
-            if budget * self._steps.share < lowest.needs.bytes:
-                raise lowest
-            if self.is_met_by_known:
-                raise MetError
-        try:
-            return self.planned_in(self.in_tiles(tiles), budget, limit)
-        except UnmetError as error:
-            if error.chosen is None:
-                self._least[key] = error
-            else:
-                self._lowest[key] = error
-                if limit is not None:
-                    self._fitting[key] = min(limit, self._fitting.get(key, limit))
-            raise
+            return lowest if budget * self.setting.share < lowest.minimum else Found(None)
+        result = self.planned_in(self.in_tiles(tiles), budget, limit)
+        if isinstance(result, Found):
+            return result
+        if result.bottleneck.chosen is None:
+            self._least[key] = result
+        else:
+            self._lowest[key] = result
+            if limit is not None:
+                self._fitting[key] = min(limit, self._fitting.get(key, limit))
+        return result
 
     def in_tiles(self, tiles: Mapping[Kind, int]) -> Tiles:
         """The regions of kinds, with their number of tiles."""
         return [(region, count) for kind, count in tiles.items() for region in self._of(kind)]
 
-    def planned_in(self, tiles: Tiles, budget: int | float, limit: int | None = None) -> Lowered:
+    def planned_in(self, tiles: Tiles, budget: int | float, limit: int | None = None) -> Found[Lowered] | Unmet:
         """A plan for a budget, with regions in so many tiles.
 
         Args:
             tiles: of regions; none: the graph as it was.
             budget: bytes or a share.
             limit: where one operation alone needs more bytes, no plan is searched for; ``None``: one always is.
-
-        Raises:
-            UnmetError: no plan stays within it.
         """
         graph = self._compared_in.pop(names_of(tiles), None) if tiles else self._joint
         self._compared_in.clear()
         if graph is None:
-            graph = self._steps.tiled(self._graph, tiles)
-        return self._steps.planned(graph, budget, limit)
+            graph = tiled(self._graph, tiles, self.setting)
+        return self._planned(graph, self.setting, budget, limit)
 
     def _compared(self, joint: JointGraph, tiles: Tiles) -> JointGraph:
         """A graph whose seconds are compared, and which may be planned then."""
-        self._compared_in[names_of(tiles)] = graph = self._steps.tiled(joint, tiles)
+        self._compared_in[names_of(tiles)] = graph = tiled(joint, tiles, self.setting)
         return graph
 
     def by_segment(self, limit: int, tiles: Tiles) -> Iterable[tuple[float, Tiles]]:
@@ -240,22 +175,23 @@ class Kinds:
         by_class = frozenset().union(*(operations_of(self._graph, head) for head in heads))
         regions = self._regions.as_wide_as(0)
         others = [region for region in regions if by_class.isdisjoint(operations_of(self._graph, region))]
-        return self._steps.by_segment(self._graph, [*others, *heads], limit)
+        return tilings_by_segment(self._graph, [*others, *heads], limit, self.setting)
 
     @property
     def have_classes(self) -> bool:
         """Whether there are loss heads that can have tiles of their classes."""
         return bool(self._heads)
 
-    def binding(self, needs: Needs, tiles: Collection[Kind], done: Collection[Kind], by_class: bool) -> Kind | None:
+    def binding(self, unmet: Unmet, tiles: Collection[Kind], done: Collection[Kind], by_class: bool) -> Kind | None:
         """The kind that holds most of what binds; ``None``: none holds any.
 
         Args:
-            needs: what binds.
+            unmet: what binds.
             tiles: the kinds that are in tiles. Of kinds with the same operations, these hold them.
             done: kinds that are left out.
             by_class: whether classes of loss heads are among them that are not in tiles of classes.
         """
+        needs = unmet.bottleneck
         values = [self._named[name] for name, _ in needs.live if name in self._named]
         running = self._running(needs)
         values += [value for user in running for value in (user, *user.all_input_nodes)]
@@ -318,15 +254,15 @@ class Kinds:
         names = self._holding(kind)
         return {other: count for other, count in tiles.items() if other == kind or not names & self._holding(other)}
 
-    def more_tiles(self, kind: Kind, tiles: int | None, needs: Needs, limit: int) -> int:
+    def more_tiles(self, kind: Kind, tiles: int | None, unmet: Unmet, limit: int) -> int:
         """So many tiles as are tried next: twice as many, or what the budget leaves for one is known to need."""
         region = self._of(kind)[0]
         if tiles is None:
             return first_tiles(region)
-        times = 2
-        if needs.operation is not None and _loop_of(needs.operation.node) in _loops([region]):
-            workspace = needs.operation.workspace
-            left = limit - (needs.bytes - workspace)
+        times, operation = 2, unmet.bottleneck.operation
+        if operation is not None and _loop_of(operation.node) in _loops([region]):
+            workspace = operation.workspace
+            left = limit - (unmet.minimum - workspace)
             if 0 < left < workspace:
                 times = max(times, 2 ** math.ceil(math.log2(workspace / left)))
         return min(times * tiles, region.most_tiles)

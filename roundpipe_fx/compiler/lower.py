@@ -16,26 +16,19 @@ from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.analysis.cost.trial import write_trials
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
-from roundpipe_fx.budget import InfeasibleBudgetError, default_budget
+from roundpipe_fx.budget import Found, Infeasible, Result, default_budget
 from roundpipe_fx.compiler.cached_marks import FIRST_MARKING_PASS, mark_as_cached, marks_as_data, remove_marks
-from roundpipe_fx.compiler.class_tiles import class_regions
 from roundpipe_fx.compiler.emit import device_of, emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations import (
-    cut,
-    operations_of,
-    summed,
-    tiled,
-)
+from roundpipe_fx.compiler.operations import cut, operations_of
 from roundpipe_fx.compiler.plan_cache import CachedPlan, PlanFile, Recalled, plan_file
 from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes
 from roundpipe_fx.compiler.schedule_data import schedule_as_data, schedule_from_data
-from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.tiled_frontier import plans_in_tiles
-from roundpipe_fx.compiler.tiling import TilingSteps, plan_with_tiles
+from roundpipe_fx.compiler.tiling import plan_with_tiles
 from roundpipe_fx.compiler.with_host import host_room
-from roundpipe_fx.compiler.within_budget import within
+from roundpipe_fx.compiler.within_budget import following_rotor
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.region import budget_of_region
@@ -65,7 +58,7 @@ def lower(
     share: float = 1.0,
     workspaces: Mapping[str, int] | None = None,
     step: StepNeeds | None = None,
-) -> Lowered:
+) -> Result[Lowered]:
     """Run the passes and emit stage modules and programs.
 
     Args:
@@ -79,7 +72,6 @@ def lower(
         step: what else the step holds, where it makes several calls.
 
     Raises:
-        InfeasibleBudgetError: the budget is below what the step needs at the least.
         ValueError: a stage name that does not exist in the model.
     """
     setting = _setting(joint, options, registered_syncs, workspaces, training, step=step)
@@ -91,7 +83,7 @@ def lower(
     joint = setting.run(joint, PassLevel.JOINT, stop=marking)
     if file is not None and cached is not None:
         try:
-            return _recalled(joint, setting, cached)
+            return Found(_recalled(joint, setting, cached))
         except (ValueError, TypeError, KeyError) as error:
             file.ignore(error)
             remove_marks(joint)
@@ -102,14 +94,15 @@ def lower(
         budget = step.limit
         setting = dataclasses.replace(setting, share=1.0)
     if budget is not None:
-        steps = _tiling_steps(_looking_in_tiles(joint, setting))
-        try:
-            lowered = plan_with_tiles(joint, options.tiling, budget, steps)
-        except InfeasibleBudgetError as error:
-            if not isinstance(asked, float):
-                raise
+        looking = _looking_in_tiles(joint, setting)
+        rotor = options.rotor is not None
+        result = following_rotor(joint, setting) if rotor else plan_with_tiles(joint, budget, looking)
+        if isinstance(result, Infeasible) and isinstance(asked, float):
             # The limit is a share of what graphs needed when they were planned alone, before a step had shown all.
-            lowered = plan_with_tiles(joint, options.tiling, error.minimum, steps)
+            result = plan_with_tiles(joint, result.minimum, looking)
+        if isinstance(result, Infeasible):
+            return result
+        lowered = result.plan
         if file is not None and not lowered.is_tiled:
             marks = marks_as_data(joint, unmarked, lowered.joint.segments, lowered.joint.cuts)
             if marks is not None:
@@ -125,7 +118,7 @@ def lower(
         setting.costs.save()
     write_trials(setting.device)
     log.info("%s", lowered.plan)
-    return lowered
+    return Found(lowered)
 
 
 def prepare(
@@ -223,17 +216,6 @@ def _looking_in_tiles(joint: JointGraph, setting: Setting) -> Setting:
     if options.tiling == "never" or options.rotor is not None:
         return setting
     return dataclasses.replace(setting, read_in_tiles=functools.partial(plans_in_tiles, joint, setting))
-
-
-def _tiling_steps(setting: Setting) -> TilingSteps:
-    return TilingSteps(
-        summed=lambda joint: summed(joint, setting),
-        tiled=lambda joint, tiles: tiled(joint, tiles, setting),
-        by_class=lambda joint: class_regions(joint, setting.costs),
-        by_segment=lambda joint, regions, limit: tilings_by_segment(joint, regions, limit, setting),
-        planned=lambda joint, budget, limit: within(joint, setting, budget, limit),
-        share=setting.share,
-    )
 
 
 def _plan_file(joint: JointGraph, setting: Setting) -> PlanFile | None:

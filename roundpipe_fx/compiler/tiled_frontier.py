@@ -6,23 +6,20 @@ the tiles that the chain of segments finds best are among them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from typing import NoReturn
 
 from roundpipe_fx.analysis.tiling import TileRegions
-from roundpipe_fx.compiler.class_tiles import class_regions
 from roundpipe_fx.compiler.make_plan import planned_tiles
 from roundpipe_fx.compiler.operations import cut, operations_of, summed, tiled, uncut, with_gradients
 from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.compiler.tiling import Needs, TilingSteps, UnmetError, tile_down
+from roundpipe_fx.compiler.tiling import tile_down
 from roundpipe_fx.console.progress import working
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.choose import Chosen
+from roundpipe_fx.remat.choose import Chosen, Unmet, unmet_by
 from roundpipe_fx.remat.search import refine, search, spread
 from roundpipe_fx.remat.several_calls import search_for_step
 from roundpipe_fx.report.alternatives import Noted, PlansInTiles
@@ -47,7 +44,7 @@ def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
     anywhere = setting.options.tiling == "auto"
     lowest = math.inf
 
-    def planned(graph: JointGraph, budget: int | float, limit: int | None) -> NoReturn:
+    def planned(graph: JointGraph, setting: Setting, budget: int | float = 0, limit: int | None = None) -> Unmet:
         nonlocal lowest
         staged = setting.run(cut(uncut(graph), setting), PassLevel.STAGED)
         operations = operations_of(staged, setting)
@@ -65,22 +62,13 @@ def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
         lowest = min(lowest, candidates[-1].peak.bytes)
         points = tuple((item.peak.bytes, item.seconds) for item in candidates)
         chosen = Chosen(candidate=candidates[-1], limit=0, graph=operations, frontier=points, followed=operations)
-        raise UnmetError(Needs.of_plan(chosen, chosen.candidate.peak.bytes), chosen)
+        return unmet_by(chosen, chosen.candidate.peak.bytes)
 
-    steps = TilingSteps(
-        summed=lambda graph: summed(graph, setting),
-        tiled=lambda graph, tiles: tiled(graph, tiles, setting),
-        by_class=lambda graph: class_regions(graph, setting.costs),
-        by_segment=lambda graph, regions, limit: tilings_by_segment(graph, regions, limit, setting),
-        planned=planned,
-        share=1.0,
-    )
     with working("looking for plans in tiles"):
-        tile_down(joint, steps)
+        tile_down(joint, setting, planned)
         if anywhere:
-            graph = steps.summed(joint)
-            tilings = steps.by_segment(graph, TileRegions(graph).as_wide_as(0), least[0])
+            graph = summed(joint, setting)
+            tilings = tilings_by_segment(graph, TileRegions(graph).as_wide_as(0), least[0], setting)
             for _, tiles in spread([*tilings], _TILINGS):
-                with contextlib.suppress(UnmetError):
-                    planned(steps.tiled(graph, tiles) if tiles else joint, 0, None)
+                planned(tiled(graph, tiles, setting) if tiles else joint, setting)
     return PlansInTiles(plans=noted.alternatives(), seconds=whole[0], anywhere=anywhere)

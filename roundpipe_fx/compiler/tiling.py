@@ -12,7 +12,6 @@ What is tried so depends on the budget. The least budget that an error names has
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -20,25 +19,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions
+from roundpipe_fx.budget import Found, Infeasible, Result, first_found
 from roundpipe_fx.compiler.class_tiles import instead_of_rows, operations_of
-from roundpipe_fx.compiler.kinds_of_regions import (
-    Kind,
-    Kinds,
-    MetError,
-    Needs,
-    Tiles,
-    TilingSteps,
-    UnmetError,
-    by_kind,
-    first_tiles,
-    names_of,
-)
+from roundpipe_fx.compiler.kinds_of_regions import Kind, Kinds, Planned, Tiles, by_kind, first_tiles, names_of
 from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.compiler.within_budget import within
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.remat.choose import Chosen, refusal
+from roundpipe_fx.remat.choose import Chosen, Unmet, refusal
 from roundpipe_fx.torch_private import input_sizes
 
-__all__ = ["Needs", "TilingSteps", "UnmetError", "plan_with_tiles", "tile_down", "tile_sequence"]
+__all__ = ["plan_with_tiles", "tile_down", "tile_sequence"]
 
 _MORE = (2, 4, 8)
 """Where it is not known what binds, so many times as many tiles as first are tried."""
@@ -51,58 +42,54 @@ _ROUGHLY = 1.01
 _GAIN = 0.999
 """More tiles are worth it if they lower the peak to this share at most."""
 
-_InTiles: TypeAlias = tuple[Mapping[Kind, int], Lowered]
-"""Kinds with their number of tiles, and the plan with these."""
+_InTiles: TypeAlias = tuple[Mapping[Kind, int], Lowered | None]
+"""Kinds with their number of tiles, and the plan with these; ``None``: one that was refused for a smaller budget."""
+_WAYS = ((True, False), (False, False), (True, True))
+"""With the quicker tiles of each loss head, of rows, or also of its classes, where it can have such."""
 
 
-def plan_with_tiles(joint: JointGraph, tiling: str | None, budget: int | float, steps: TilingSteps) -> Lowered:
+def plan_with_tiles(joint: JointGraph, budget: int | float, setting: Setting) -> Result[Lowered]:
     """Plan for a budget, with tiles as the option says.
 
     Args:
         joint: an annotated graph.
-        tiling: the option.
         budget: bytes or a share.
-        steps: how graphs are made and planned.
-
-    Raises:
-        InfeasibleBudgetError: the budget is below what the step needs at the least.
+        setting: what else there is to know.
     """
-    kinds = Kinds(joint, steps)
-    try:
-        return _planned(tiling, budget, steps, kinds)
-    except UnmetError as error:
-        unmet = error
-    assert unmet.chosen is not None
-    asked = unmet.chosen.limit
-    kinds.is_met_by_known = True
-    while True:
+    kinds, tiling = Kinds(joint, setting, within), setting.options.tiling
+    result = _as_it_is_or_in_tiles(kinds, budget)
+    if isinstance(result, Found):
+        tiles, met = result.plan
+        assert met is not None
+        return Found(_shortest(kinds, kinds.in_tiles(tiles), met) if tiling == "auto" else met)
+    chosen = result.bottleneck.chosen
+    assert chosen is not None
+    asked = chosen.limit
+    while isinstance(result, Infeasible):
         # For another budget, other tiles are tried.
-        try:
-            _planned(tiling, math.ceil(unmet.needs.bytes / steps.share), steps, kinds)
-            break
-        except MetError:
-            break
-        except UnmetError as error:
-            unmet = error
-    assert unmet.chosen is not None
-    refused = refusal(dataclasses.replace(unmet.chosen, limit=asked), unmet.needs.bytes, budget)
-    refused.wants_sizes = tiling != "never" and bool(input_sizes(joint.module))
-    raise refused
+        unmet = result
+        result = _as_it_is_or_in_tiles(kinds, math.ceil(unmet.minimum / setting.share))
+    chosen = unmet.bottleneck.chosen
+    assert chosen is not None
+    return Infeasible(
+        minimum=unmet.minimum,
+        bottleneck=refusal(dataclasses.replace(chosen, limit=asked), unmet.minimum, budget),
+        wants_sizes=tiling != "never" and bool(input_sizes(joint.module)),
+    )
 
 
-def tile_down(joint: JointGraph, steps: TilingSteps) -> None:
+def tile_down(joint: JointGraph, setting: Setting, planned: Planned) -> None:
     """Have plans made in more and more tiles, as long as they lower the peak.
 
     Args:
         joint: an annotated graph; not changed.
-        steps: how graphs are made; ``planned`` raises :class:`UnmetError` for each of them.
+        setting: what else there is to know.
+        planned: plans each of them, and finds that none is within no bytes at all.
     """
-    kinds = Kinds(joint, steps)
-    with contextlib.suppress(UnmetError):
-        try:
-            kinds.planned({}, 0, None)
-        except UnmetError as error:
-            _in_tiles(kinds, error, 0, 0)
+    kinds = Kinds(joint, setting, planned)
+    untiled = kinds.planned({}, 0, None)
+    if isinstance(untiled, Infeasible):
+        _in_tiles(kinds, untiled, 0, 0)
 
 
 def tile_sequence(
@@ -137,45 +124,35 @@ def tile_sequence(
         yield [*others, *((region, min(times * first_tiles(region), region.most_tiles)) for region in heads)]
 
 
-def _planned(tiling: str | None, budget: int | float, steps: TilingSteps, kinds: Kinds) -> Lowered:
-    """A plan within the budget.
-
-    Raises:
-        UnmetError: there is none; of all that was tried the one that needs least.
-    """
-    limit = int(budget * steps.share) if isinstance(budget, int) and tiling != "never" else None
-    try:
-        untiled = kinds.planned({}, budget, limit)
-    except UnmetError as error:
-        if limit is None:
-            raise
-        tiles, met = _in_tiles_either_way(kinds, error, int(budget), limit)
-    else:
-        tiles, met = {}, untiled
-    if tiling != "auto" or kinds.is_met_by_known or not isinstance(met.chosen, Chosen):
-        return met
-    return _shortest(kinds, kinds.in_tiles(tiles), met, steps.share)
+def _as_it_is_or_in_tiles(kinds: Kinds, budget: int | float) -> Found[_InTiles] | Unmet:
+    """A plan within the budget; else, of all that was tried, the one that needs least."""
+    setting = kinds.setting
+    tiles = isinstance(budget, int) and setting.options.tiling != "never"
+    limit = int(budget * setting.share) if tiles else None
+    untiled = kinds.planned({}, budget, limit)
+    if isinstance(untiled, Found):
+        return Found(({}, untiled.plan))
+    return untiled if limit is None else _in_tiles_either_way(kinds, untiled, int(budget), limit)
 
 
-def _shortest(kinds: Kinds, tiles: Tiles, met: Lowered, share: float) -> Lowered:
+def _shortest(kinds: Kinds, tiles: Tiles, met: Lowered) -> Lowered:
     """A plan with the tiles that make the step shortest, as the chain of segments counts it.
 
     Args:
         kinds: what can be tiled.
         tiles: of the plan.
         met: a plan within the budget, which is returned if no other one is shorter.
-        share: of the budget that may be used.
     """
     assert isinstance(met.chosen, Chosen)
     if _seconds(met) <= (1 + _WORTH) * kinds.seconds:
         return met
-    budget = math.ceil(met.chosen.limit / share)
+    budget = math.ceil(met.chosen.limit / kinds.setting.share)
     for longer, tried in itertools.islice(kinds.by_segment(met.chosen.limit, tiles), _TRIED):
         if kinds.seconds + longer >= _ROUGHLY * _seconds(met):
             break
         if names_of(tried) != names_of(tiles):
-            with contextlib.suppress(UnmetError):
-                met = min(met, kinds.planned_in(tried, budget), key=_seconds)
+            result = kinds.planned_in(tried, budget)
+            met = min(met, result.plan, key=_seconds) if isinstance(result, Found) else met
     return met
 
 
@@ -183,47 +160,35 @@ def _seconds(lowered: Lowered) -> float:
     return sum(lowered.seconds.values())
 
 
-def _in_tiles_either_way(kinds: Kinds, unmet: UnmetError, budget: int, limit: int) -> _InTiles:
+def _in_tiles_either_way(kinds: Kinds, unmet: Unmet, budget: int, limit: int) -> Found[_InTiles] | Unmet:
     """A plan within the budget in few tiles; else from where no tiles lower what any operation needs.
 
-    Arguments and errors as for :func:`_in_tiles`.
+    Arguments and results as for :func:`_in_tiles`.
     """
-    try:
-        return _in_tiles(kinds, unmet, budget, limit)
-    except UnmetError as error:
-        first = error
-    if not kinds.exist:
-        raise first
-    try:
-        try:
-            return {}, kinds.planned({}, budget, 0)
-        except UnmetError as error:
-            return _in_tiles(kinds, error, budget, 0)
-    except UnmetError as error:
-        raise min(first, error, key=lambda error: error.needs.bytes) from None
+    result = _in_tiles(kinds, unmet, budget, limit)
+    if isinstance(result, Found) or not kinds.exist:
+        return result
+    untiled = kinds.planned({}, budget, 0)
+    if isinstance(untiled, Found):
+        return Found(({}, untiled.plan))
+    return first_found((result, _in_tiles(kinds, untiled, budget, 0)))
 
 
-def _in_tiles(kinds: Kinds, unmet: UnmetError, budget: int, limit: int) -> _InTiles:
-    """The first plan within the budget: with the quicker tiles of each loss head, of rows, or also of its classes.
+def _in_tiles(kinds: Kinds, unmet: Unmet, budget: int, limit: int) -> Found[_InTiles] | Unmet:
+    """The first plan within the budget, of all ways to tile loss heads.
 
-    Arguments and errors as for :func:`_in_more_tiles`.
+    Arguments and results as for :func:`_in_more_tiles`.
     """
-    lowest: UnmetError | None = None
-    for quicker, by_class in ((True, False), (False, False), (True, True)):
-        try:
-            return _in_more_tiles(kinds, unmet, budget, limit, quicker=quicker, by_class=by_class)
-        except UnmetError as error:
-            if lowest is None or error.needs.bytes < lowest.needs.bytes:
-                lowest = error
-        if not kinds.have_classes:
-            break
-    assert lowest is not None
-    raise lowest
+    return first_found(
+        _in_more_tiles(kinds, unmet, budget, limit, quicker=quicker, by_class=by_class)
+        for place, (quicker, by_class) in enumerate(_WAYS)
+        if not place or kinds.have_classes
+    )
 
 
 def _in_more_tiles(
-    kinds: Kinds, unmet: UnmetError, budget: int, limit: int, *, quicker: bool, by_class: bool
-) -> _InTiles:
+    kinds: Kinds, unmet: Unmet, budget: int, limit: int, *, quicker: bool, by_class: bool
+) -> Found[_InTiles] | Unmet:
     """The first plan within the budget, in more and more tiles, with these.
 
     Args:
@@ -234,41 +199,41 @@ def _in_more_tiles(
         quicker: whether a head has tiles of classes where these are quicker than as many of rows.
         by_class: whether tiles of classes are tried where no tiles of rows lower what binds.
 
-    Raises:
-        UnmetError: there is none; of all that was tried the one that needs least.
+    Returns:
+        the plan. If there is none, of all that was tried the one that needs least.
     """
     tiles: dict[Kind, int] = {}
     lowest, done = unmet, set[Kind]()
-    heads: dict[Kind, tuple[int, Needs]] = {}  # by classes, that are not in tiles, as they were tried last
+    heads: dict[Kind, tuple[int, Unmet]] = {}  # by classes, that are not in tiles, as they were tried last
     while True:
-        kind = kinds.binding(lowest.needs, tiles, done, by_class)
-        if kind is None and lowest.chosen is not None:
-            raise lowest
+        kind = kinds.binding(lowest, tiles, done, by_class)
+        is_least = lowest.bottleneck.chosen is None
+        if kind is None and not is_least:
+            return lowest
         tried = dict(tiles)
         if kind is not None:
-            count, needs = tiles.get(kind), lowest.needs
+            count, binding = tiles.get(kind), lowest
             if count is None and kind in heads:
-                count, needs = heads[kind]
-            count = kinds.more_tiles(kind, count, needs, limit)
+                count, binding = heads[kind]
+            count = kinds.more_tiles(kind, count, binding, limit)
             if quicker:
                 kind, count = kinds.quicker(kind, count, done | heads.keys())
             tried = {**kinds.beside(kind, tiles), kind: count}
-        try:
-            bounded = kind is not None and lowest.chosen is None
-            return tried, kinds.planned(tried, budget, limit if bounded else None)
-        except UnmetError as error:
-            alike = (error.chosen is None) == (lowest.chosen is None)
-            if alike and error.needs.bytes > lowest.needs.bytes * _GAIN:
-                assert kind is not None
-                if not kinds.is_by_class(kind) or tried[kind] >= kinds.most_tiles(kind):
-                    done.add(kind)
-                    continue
-                # Few tiles of classes may need more than many of rows, and more of them less than any.
-                known, heads[kind] = heads.get(kind), (tried[kind], error.needs)
-                if known is not None and error.needs.bytes > known[1].bytes * _GAIN:
-                    done.add(kind)
+        result = kinds.planned(tried, budget, limit if kind is not None and is_least else None)
+        if isinstance(result, Found):
+            return Found((tried, result.plan))
+        alike = (result.bottleneck.chosen is None) == is_least
+        if alike and result.minimum > lowest.minimum * _GAIN:
+            assert kind is not None
+            if not kinds.is_by_class(kind) or tried[kind] >= kinds.most_tiles(kind):
+                done.add(kind)
                 continue
-            if not alike:
-                done.clear()  # tiles that do not lower what one operation needs may lower the peak of a plan
-            lowest, tiles = error, tried
-            done.update(limited for limited, count in tiles.items() if count >= kinds.most_tiles(limited))
+            # Few tiles of classes may need more than many of rows, and more of them less than any.
+            known, heads[kind] = heads.get(kind), (tried[kind], result)
+            if known is not None and result.minimum > known[1].minimum * _GAIN:
+                done.add(kind)
+            continue
+        if not alike:
+            done.clear()  # tiles that do not lower what one operation needs may lower the peak of a plan
+        lowest, tiles = result, tried
+        done.update(limited for limited, count in tiles.items() if count >= kinds.most_tiles(limited))

@@ -5,31 +5,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.budget import Found, Infeasible, Result, first_found
 from roundpipe_fx.compiler.emit import emit, full_of
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.operations import cut, operations_of, uncut, with_gradients, without_common_subexpressions
 from roundpipe_fx.compiler.overlap import stages_to_overlap
 from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.compiler.tiling import Needs, UnmetError
 from roundpipe_fx.compiler.values_on_host import wants_host
 from roundpipe_fx.compiler.with_host import TRIED, has_host, host_room, least_recomputed, stage_starts
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import PassLevel
-from roundpipe_fx.remat.choose import Chosen, choices, choose
+from roundpipe_fx.remat.choose import Chosen, Needs, Unmet, choices, choose, unmet_by
 from roundpipe_fx.remat.early import early_within
 from roundpipe_fx.remat.follow_sequence import fit_sequence
 from roundpipe_fx.remat.least_bytes import least_bytes
 from roundpipe_fx.remat.schedule import remat_schedule
 from roundpipe_fx.remat.search import Candidate
 
-__all__ = ["within"]
+__all__ = ["following_rotor", "within"]
 
 log = logging.getLogger(__name__)
+
+_REPLANNING = "the programs exceed the budget by %d bytes more than was planned; replanning"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,7 @@ class _CutGraph:
         return lowered
 
 
-def within(joint: JointGraph, setting: Setting, budget: int | float, limit: int | None) -> Lowered:
+def within(joint: JointGraph, setting: Setting, budget: int | float, limit: int | None) -> Found[Lowered] | Unmet:
     """Plan for a budget, with values on the host where that saves recomputation, or where no plan fits without it.
 
     Args:
@@ -92,41 +94,31 @@ def within(joint: JointGraph, setting: Setting, budget: int | float, limit: int 
         setting: what else there is to know.
         budget: bytes or a share.
         limit: where one operation alone needs more bytes, no plan is searched for; ``None``: one always is.
-
-    Raises:
-        UnmetError: no plan stays within it.
     """
     options, runs = setting.options, setting.context.runs_programs
     wanted = runs and wants_host(joint, setting.device.type)
     room = host_room(options.host_budget, on_paper=options.device_name is not None)
-    several = options.rotor is not None or setting.step is not None
     on_host = None
-    if runs and room and not wanted and not several and has_host(setting.device):
+    if runs and room and not wanted and setting.step is None and has_host(setting.device):
         on_host = uncut(joint)
     graph = _CutGraph.of(cut(joint, setting), setting)
     operations = graph.operations
-    if limit is not None and options.rotor is None and not wanted:
+    if limit is not None and not wanted:
         least = least_bytes(operations)
         if least.bytes > limit:
-            raise UnmetError(Needs(bytes=least.bytes, operation=least.operation, live=least.live))
-    if wanted and isinstance(budget, int) and options.rotor is None:
-        plans = choices(operations, budget, setting.share, graph.whole)
-        return _first_within(_some_of(plans, _EMITTED), graph.emitted)
-    without: Lowered | UnmetError
-    try:
-        without = _without_host(graph, budget)
-    except UnmetError as error:
-        without = error
-    if on_host is not None and (isinstance(without, UnmetError) or without.recompute_seconds):
-        with_host = _with_host(on_host, graph, without, room)
-        if with_host is not None:
-            return with_host
-    if isinstance(without, UnmetError):
-        raise without
-    return without
+            return Infeasible(minimum=least.bytes, bottleneck=Needs(operation=least.operation, live=least.live))
+    if wanted and isinstance(budget, int):
+        plans = _some_of(choices(operations, budget, setting.share, graph.whole), _EMITTED)
+        return first_found(_within_limit(graph.emitted(chosen), chosen) for chosen in plans)
+    without = _without_host(graph, budget)
+    if on_host is None or (isinstance(without, Found) and not without.plan.recompute_seconds):
+        return without
+    return _with_host(on_host, graph, without, room) or without
 
 
-def _with_host(joint: JointGraph, graph: _CutGraph, without: Lowered | UnmetError, room: int) -> Lowered | None:
+def _with_host(
+    joint: JointGraph, graph: _CutGraph, without: Found[Lowered] | Unmet, room: int
+) -> Found[Lowered] | Unmet | None:
     """A plan that recomputes less than one without values on the host, or fits where none does without.
 
     Args:
@@ -135,10 +127,10 @@ def _with_host(joint: JointGraph, graph: _CutGraph, without: Lowered | UnmetErro
         without: that plan, or what it needs at the least.
         room: bytes of values that may be on the host.
 
-    Raises:
-        UnmetError: no plan fits, and with values on the host less is needed than without.
+    Returns:
+        the plan. If none fits without and none with values on the host, what these need, if it is less; else ``None``.
     """
-    chosen = without.chosen
+    chosen = without.plan.chosen if isinstance(without, Found) else without.bottleneck.chosen
     assert isinstance(chosen, Chosen)
     if graph.setting.options.stages == "auto":
         # Copies begin and end between stages, and a heavy one, as a loss head, would have all others be as heavy.
@@ -146,51 +138,67 @@ def _with_host(joint: JointGraph, graph: _CutGraph, without: Lowered | UnmetErro
         graph = _CutGraph.of(cut(joint, fine), fine)
     graph = dataclasses.replace(graph, setting=dataclasses.replace(graph.setting, room=room))
     plans = choices(graph.operations, chosen.limit, 1.0, graph.whole)
-    if isinstance(without, Lowered):
+    if isinstance(without, Found):
         plans = [plan for plan in plans if plan.candidate.seconds < chosen.candidate.seconds]
     if not plans:
         return None
     lowered, plan = least_recomputed(_some_of(plans, TRIED), graph.emitted, room)
     if lowered.peak.bytes <= chosen.limit:
-        return lowered
-    if isinstance(without, UnmetError) and lowered.peak.bytes < without.needs.bytes:
-        raise UnmetError(Needs.of_plan(plan, lowered.peak.bytes), plan)
+        return Found(lowered)
+    if isinstance(without, Infeasible) and lowered.peak.bytes < without.minimum:
+        return unmet_by(plan, lowered.peak.bytes)
     return None
 
 
-def _without_host(graph: _CutGraph, budget: int | float) -> Lowered:
+def _without_host(graph: _CutGraph, budget: int | float) -> Found[Lowered] | Unmet:
     """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used.
 
     Args:
         graph: for which plans are made.
         budget: bytes or a share.
-
-    Raises:
-        UnmetError: no plan stays within it.
     """
-    setting, operations = graph.setting, graph.operations
-    rotor = setting.options.rotor
     margin = 0
     emitted: list[tuple[Candidate, int]] = []
     while True:
-        if rotor is None:
-            chosen = choose(operations, budget, setting.share, margin, graph.whole, emitted)
-        else:
-            limit = int(rotor.limit * setting.share)
-            fitted = fit_sequence(operations, limit - margin, rotor.slots, rotor.algo, rotor.loss_temporary)
-            frontier = ((fitted.candidate.peak.bytes, fitted.candidate.seconds),)
-            chosen = Chosen(
-                candidate=fitted.candidate, limit=limit, graph=operations, frontier=frontier, followed=operations
-            )
+        chosen = choose(graph.operations, budget, graph.setting.share, margin, graph.whole, emitted)
         lowered = graph.emitted(chosen)
         excess = lowered.peak.bytes - chosen.limit
-        if excess <= 0:
-            return lowered
-        if not chosen.fits:
-            raise UnmetError(Needs.of_plan(chosen, lowered.peak.bytes), chosen)
+        if excess <= 0 or not chosen.fits:
+            return _within_limit(lowered, chosen)
         emitted.append((chosen.candidate, lowered.peak.bytes))
-        log.info("the programs exceed the budget by %d bytes more than was planned; replanning", excess)
+        log.info(_REPLANNING, excess)
         margin += excess
+
+
+def following_rotor(joint: JointGraph, setting: Setting) -> Result[Lowered]:
+    """Plan as rotor's algorithms do, for the limit that the user gave them.
+
+    Args:
+        joint: an annotated graph, which is not cut.
+        setting: what else there is to know.
+    """
+    rotor, graph = setting.options.rotor, _CutGraph.of(cut(joint, setting), setting)
+    assert rotor is not None
+    limit, margin, operations = int(rotor.limit * setting.share), 0, graph.operations
+    while True:
+        fitted = fit_sequence(operations, limit - margin, rotor.slots, rotor.algo, rotor.loss_temporary)
+        if isinstance(fitted, Infeasible):
+            return fitted
+        candidate = fitted.plan.candidate
+        frontier = ((candidate.peak.bytes, candidate.seconds),)
+        lowered = graph.emitted(
+            Chosen(candidate=candidate, limit=limit, graph=operations, frontier=frontier, followed=operations)
+        )
+        excess = lowered.peak.bytes - limit
+        if excess <= 0:
+            return Found(lowered)
+        log.info(_REPLANNING, excess)
+        margin += excess
+
+
+def _within_limit(lowered: Lowered, chosen: Chosen) -> Found[Lowered] | Unmet:
+    """Judge a plan by the programs that were emitted for it."""
+    return Found(lowered) if lowered.peak.bytes <= chosen.limit else unmet_by(chosen, lowered.peak.bytes)
 
 
 _EMITTED = 24
@@ -201,19 +209,3 @@ def _some_of(plans: Sequence[Chosen], count: int) -> list[Chosen]:
     """The first, the last, and some between them."""
     last = len(plans) - 1
     return [plans[place] for place in sorted({round(last * part / (count - 1)) for part in range(count)})]
-
-
-def _first_within(plans: Sequence[Chosen], lowered_by: Callable[[Chosen], Lowered]) -> Lowered:
-    """The first of some plans whose programs stay within the limit.
-
-    Raises:
-        UnmetError: none does; with the one that needs least.
-    """
-    needs: list[tuple[int, Chosen]] = []
-    for chosen in plans:
-        lowered = lowered_by(chosen)
-        if lowered.peak.bytes <= chosen.limit:
-            return lowered
-        needs.append((lowered.peak.bytes, chosen))
-    least, chosen = min(needs, key=lambda need: need[0])
-    raise UnmetError(Needs.of_plan(chosen, least), chosen)

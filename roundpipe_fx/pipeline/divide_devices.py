@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
-from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
+from roundpipe_fx.budget import Found, Infeasible, Result, bytes_text
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.settings import Pipelining, Undivided
 from roundpipe_fx.pipeline.step_bound import Division, StepBounds
@@ -41,7 +41,7 @@ class NoDivisionError(PassedThrough, ValueError):
     """Devices cannot be divided. Raised before anything is planned."""
 
 
-Lower = Callable[[Division, bool], LoweredPipeline]
+Lower = Callable[[Division, bool], Result[LoweredPipeline]]
 """Lowers a division, with tiles where it takes them, or without."""
 
 
@@ -122,7 +122,7 @@ def pipelining_of(pipelining: Pipelining, division: Division) -> Pipelining:
 
 def lower_divided(
     undivided: Undivided, divisions: Sequence[Division], bounds: StepBounds, lower: Lower
-) -> LoweredPipeline:
+) -> Result[LoweredPipeline]:
     """The pipeline of the division with the shortest step.
 
     Args:
@@ -130,9 +130,6 @@ def lower_divided(
         divisions: all that there are.
         bounds: of the model's step.
         lower: lowers a division.
-
-    Raises:
-        InfeasibleBudgetError: none of those that were planned fits.
     """
     most = max(_MOST_SEGMENTS // bounds.costs.count, 2)
     search = _DivisionSearch(lower, divisions, bounds, most)
@@ -141,8 +138,8 @@ def lower_divided(
         search.tiles = True
         search.run()
     if search.best is None:
-        raise search.refusal(undivided)
-    return dataclasses.replace(search.best[1], divisions=search.considered())
+        return search.refusal(undivided)
+    return Found(dataclasses.replace(search.best[1], divisions=search.considered()))
 
 
 class _DivisionSearch:
@@ -163,7 +160,7 @@ class _DivisionSearch:
         """Number of plans that are made at most, without tiles and with them."""
         self._planned: dict[Division, tuple[float, int]] = {}
         """Seconds and bytes of the fullest device."""
-        self._refused: dict[Division, InfeasibleBudgetError] = {}
+        self._refused: dict[Division, Infeasible[str]] = {}
         self._chosen: Division | None = None
 
     def run(self) -> None:
@@ -191,12 +188,12 @@ class _DivisionSearch:
         return bound.seconds_in_tiles if self.tiles else bound.seconds
 
     def _plan(self, division: Division) -> None:
-        try:
-            pipeline = self._lower(division, self.tiles)
-        except InfeasibleBudgetError as error:
-            self._refused[division] = error
-            log.info("%s does not fit: %s", division, error)
+        result = self._lower(division, self.tiles)
+        if isinstance(result, Infeasible):
+            self._refused[division] = result
+            log.info("%s does not fit: %s", division, result.bottleneck)
             return
+        pipeline = result.plan
         timing = pipeline.predict(pipeline.pipelining.microbatches)
         parts = *pipeline.bytes_between_steps(timing.schedule), timing.peak_bytes
         self._planned[division] = timing.makespan, max(map(sum, zip(*parts, strict=True)))
@@ -243,22 +240,26 @@ class _DivisionSearch:
             chosen=division == self._chosen,
         )
 
-    def refusal(self, undivided: Undivided) -> InfeasibleBudgetError:
-        """The error where nothing fits.
+    def refusal(self, undivided: Undivided) -> Infeasible[str]:
+        """The result where nothing fits.
 
         Args:
             undivided: the devices.
         """
         least = min(self._bounds, key=lambda division: (self._bounds[division].bytes, division))
-        refused = min(self._refused.values(), key=lambda error: error.minimum, default=None)
+        refused = min(self._refused.values(), key=lambda infeasible: infeasible.minimum, default=None)
         needed = self._bounds[least].bytes
-        reason = f" Of those that were planned, the one that needs least: {refused}" if refused is not None else ""
-        return InfeasibleBudgetError(
+        reason = (
+            f" Of those that were planned, the one that needs least: {refused.bottleneck}"
+            if refused is not None
+            else ""
+        )
+        text = (
             f"none of {len(self._bounds)} ways to divide {undivided.text} fits. {_named(least)} needs at least "
             f"{bytes_text(needed)} on the fullest device. Use more devices, more and smaller microbatches, or a larger "
-            f"budget.{reason}",
-            refused.minimum if refused is not None else needed,
+            f"budget.{reason}"
         )
+        return Infeasible(minimum=refused.minimum if refused is not None else needed, bottleneck=text)
 
 
 def _named(division: Division) -> str:

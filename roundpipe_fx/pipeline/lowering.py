@@ -21,7 +21,6 @@ Where devices are yet to be divided, all of it is done for some divisions (:mod:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -33,7 +32,7 @@ from typing import Any
 
 from roundpipe_fx.analysis.cost import MeasuredCosts
 from roundpipe_fx.analysis.tiling import TileRegions
-from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.budget import Found, Infeasible, Result, first_found
 from roundpipe_fx.compiler.class_tiles import class_regions
 from roundpipe_fx.compiler.emit import emit, emit_by_policy
 from roundpipe_fx.compiler.lower import SAVE_POLICIES, asked_budget, prepare
@@ -76,7 +75,7 @@ def lower_pipeline(
     like: Structure | None = None,
     forwards_before_backwards: bool = False,
     workspaces: Mapping[str, int] | None = None,
-) -> LoweredPipeline:
+) -> Result[LoweredPipeline]:
     """Run the passes and decide on stages, what is recomputed, and the schedule.
 
     Args:
@@ -93,7 +92,6 @@ def lower_pipeline(
     Raises:
         DistributedTensorError: the model is distributed over processes.
         HostMemoryError: an offloaded model needs more than the host has.
-        InfeasibleBudgetError: some device needs more than the budget at the least.
         InvalidScheduleError: a given schedule does not fit the stages.
         NoDivisionError: devices are to be divided and cannot be.
         ValueError: a stage name that does not exist in the model.
@@ -116,10 +114,13 @@ def lower_pipeline(
     setting = dataclasses.replace(setting, share=share)
     names = [like.name] if like is not None else _schedules_to_try(options, pipelining, training)
 
-    def planned(graph: JointGraph, setting: Setting = setting) -> LoweredPipeline:
+    def planned(graph: JointGraph, setting: Setting = setting) -> Result[LoweredPipeline]:
         return _best_of(graph, names, setting, pipelining, like, forwards_before_backwards)
 
-    best = _within_budget_or_in_tiles(joint, setting, pipelining, planned)
+    result = _within_budget_or_in_tiles(joint, setting, pipelining, planned)
+    if isinstance(result, Infeasible):
+        return result
+    best = result.plan
     if options.tiling == "auto" and training and like is None:
         best = _shortest(joint, setting, pipelining, best, planned)
     if isinstance(setting.costs, MeasuredCosts):
@@ -128,7 +129,7 @@ def lower_pipeline(
         timing = best.predict(pipelining.microbatches)
         check_host_memory(host_memory_of(best, timing, pipelining), host_budget_of(best, pipelining))
     log.info("%s", best.main.lowered.plan)
-    return best
+    return Found(best)
 
 
 def _lower_undivided(
@@ -138,11 +139,10 @@ def _lower_undivided(
     registered_syncs: Collection[Any],
     training: bool,
     forwards_before_backwards: bool,
-) -> LoweredPipeline:
+) -> Result[LoweredPipeline]:
     """The pipeline of the division of devices with the shortest step.
 
     Raises:
-        InfeasibleBudgetError: none fits.
         NoDivisionError: there is none, or nothing is trained.
     """
     undivided = pipelining.undivided
@@ -169,7 +169,7 @@ def _lower_undivided(
         halves=forwards_before_backwards,
     )
 
-    def lower(division: Division, tiles: bool) -> LoweredPipeline:
+    def lower(division: Division, tiles: bool) -> Result[LoweredPipeline]:
         division_options = dataclasses.replace(
             options, stages=division.stages, tiling=options.tiling if tiles else "never"
         )
@@ -204,14 +204,12 @@ def _within_budget_or_in_tiles(
     joint: JointGraph,
     setting: Setting,
     pipelining: Pipelining,
-    planned: Callable[[JointGraph], LoweredPipeline],
-) -> LoweredPipeline:
+    planned: Callable[[JointGraph], Result[LoweredPipeline]],
+) -> Result[LoweredPipeline]:
     """The first pipeline within the budget: as the graph is, or with more and more of its regions in tiles.
 
-    No schedule is searched for where one operation alone needs more than the budget, unless that is so in any tiles.
-
-    Raises:
-        InfeasibleBudgetError: there is none; the error is that of the attempt that needs least.
+    No schedule is searched for where one operation alone needs more than the budget, unless that is so in any tiles. If
+    there is none, the result is that of the attempt that needs least.
     """
     budget = asked_budget(joint, setting.options, setting.device)
     bounded = setting.context.training and pipelining.checkpoint is None and isinstance(budget, int)
@@ -219,19 +217,15 @@ def _within_budget_or_in_tiles(
         return planned(joint.copy())
     assert budget is not None
     limit = int(budget * setting.share)
-    refused: InfeasibleBudgetError | None = None
-    for needs_more in (lambda graph: least_bytes_of(graph, setting).bytes > limit, lambda graph: False):
-        for graph in _as_it_is_and_in_tiles(joint, setting):
-            if needs_more(graph):
-                continue
-            try:
-                return planned(graph)
-            except InfeasibleBudgetError as error:
-                refused = error if refused is None or error.minimum < refused.minimum else refused
-        if refused is not None:
-            break
-    assert refused is not None
-    raise refused
+    tried = (
+        planned(graph)
+        for graph in _as_it_is_and_in_tiles(joint, setting)
+        if least_bytes_of(graph, setting).bytes <= limit
+    )
+    first = next(tried, None)
+    if first is not None:
+        return first_found(itertools.chain([first], tried))
+    return first_found(map(planned, _as_it_is_and_in_tiles(joint, setting)))
 
 
 def _shortest(
@@ -239,7 +233,7 @@ def _shortest(
     setting: Setting,
     pipelining: Pipelining,
     met: LoweredPipeline,
-    planned: Callable[[JointGraph, Setting], LoweredPipeline],
+    planned: Callable[[JointGraph, Setting], Result[LoweredPipeline]],
 ) -> LoweredPipeline:
     """A pipeline in the tiles that make its step shortest, of those that the chain of segments finds best.
 
@@ -263,12 +257,13 @@ def _shortest(
     regions = TileRegions(graph).as_wide_as(0)
     best = met.predict(pipelining.microbatches).makespan, met
     for _, tiles in itertools.islice(tilings_by_segment(graph, regions, met.budget, setting), _TRIED):
-        with contextlib.suppress(InfeasibleBudgetError):
-            tried = planned(tiled(graph, tiles, setting) if tiles else joint.copy(), setting)
-            makespan = tried.predict(pipelining.microbatches).makespan
-            log.info("in other tiles: %.3f ms after %.3f", makespan * 1e3, best[0] * 1e3)
-            if makespan < best[0]:
-                best = makespan, tried
+        tried = planned(tiled(graph, tiles, setting) if tiles else joint.copy(), setting)
+        if isinstance(tried, Infeasible):
+            continue
+        makespan = tried.plan.predict(pipelining.microbatches).makespan
+        log.info("in other tiles: %.3f ms after %.3f", makespan * 1e3, best[0] * 1e3)
+        if makespan < best[0]:
+            best = makespan, tried.plan
     return best[1]
 
 
@@ -287,14 +282,10 @@ def _best_of(
     pipelining: Pipelining,
     like: Structure | None,
     forwards_before_backwards: bool,
-) -> LoweredPipeline:
-    """The quickest of some schedules within the budget.
-
-    Raises:
-        InfeasibleBudgetError: none is.
-    """
-    best: tuple[float, LoweredPipeline] | None = None
-    refused: InfeasibleBudgetError | None = None
+) -> Result[LoweredPipeline]:
+    """The quickest of some schedules within the budget."""
+    best: tuple[float, Found[LoweredPipeline]] | None = None
+    refused: list[Infeasible[str]] = []
     limits = weight_limits(joint, setting) if pipelining.offloaded and like is None else [None]
     candidates = [(name, limit) for name in names for limit in (limits if name == "roundpipe" else [None])]
     fits: set[str] = set()
@@ -310,25 +301,20 @@ def _best_of(
             forwards_before_backwards=forwards_before_backwards,
             weight_limit=limit,
         )
-        try:
-            if like is None and may_be_in_pieces(setting, pipelining, name):
-                tried = in_pieces_if_shorter(spare, lower, setting, pipelining.microbatches)
-            else:
-                tried = lower(spare, setting)
-        except InfeasibleBudgetError as error:
+        if like is None and may_be_in_pieces(setting, pipelining, name):
+            tried = in_pieces_if_shorter(spare, lower, setting, pipelining.microbatches)
+        else:
+            tried = lower(spare, setting)
+        if isinstance(tried, Infeasible):
             # Limits on weights are shares of the budget: the least that can be met must not depend on what was asked.
-            if limit is None:
-                refused = error if refused is None or error.minimum < refused.minimum else refused
+            refused += [tried] if limit is None else []
             continue
         fits.add(name)
-        timing = tried.predict(pipelining.microbatches)
+        timing = tried.plan.predict(pipelining.microbatches)
         log.info("schedule %s: %.3f ms, bubble %.1f %%", name, timing.makespan * 1e3, 100 * timing.bubble)
         if best is None or timing.makespan < best[0]:
             best = timing.makespan, tried
-    if best is None:
-        assert refused is not None
-        raise refused
-    return best[1]
+    return first_found([best[1]] if best is not None else refused)
 
 
 def _lower_for_schedule(
@@ -340,7 +326,7 @@ def _lower_for_schedule(
     forwards_before_backwards: bool,
     weight_limit: int | None,
     in_pieces: bool = False,
-) -> LoweredPipeline:
+) -> Result[LoweredPipeline]:
     """The pipeline for one schedule.
 
     Args:
@@ -352,14 +338,11 @@ def _lower_for_schedule(
         forwards_before_backwards: whether all forwards run before all backwards.
         weight_limit: bytes that an offloaded model's weights may take on a device.
         in_pieces: whether stages are in pieces (:mod:`roundpipe_fx.pipeline.stages_in_pieces`).
-
-    Raises:
-        InfeasibleBudgetError: some device needs more than the budget at the least.
     """
     cut = cut_for_schedule(joint, setting, pipelining, name, like, weight_limit, in_pieces)
     if not setting.context.training:
         only = variant_of(emit(cut.joint, cut.setting), cut.setting, pipelining)
-        return LoweredPipeline(
+        pipeline = LoweredPipeline(
             main=only,
             last=only,
             structure=cut.structure,
@@ -367,6 +350,7 @@ def _lower_for_schedule(
             pipelining=pipelining,
             forwards_before_backwards=False,
         )
+        return Found(pipeline)
     split = name == "zero_bubble" or _splits_backward(pipelining.schedule)
     stage_inputs = save_slot_inputs if name == "roundpipe" else SAVE_POLICIES["full"]
     if pipelining.checkpoint is None:
@@ -376,7 +360,8 @@ def _lower_for_schedule(
             return within_budget(
                 cut, pipelining, split, forwards_before_backwards, budget, stage_inputs, fewer_weights=fewer_weights
             )
-    return _by_policy(cut, pipelining, split, forwards_before_backwards, {**SAVE_POLICIES, "full": stage_inputs})
+    policies = {**SAVE_POLICIES, "full": stage_inputs}
+    return Found(_by_policy(cut, pipelining, split, forwards_before_backwards, policies))
 
 
 def _by_policy(

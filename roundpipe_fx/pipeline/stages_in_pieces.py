@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
-from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.budget import Found, Infeasible, Result, first_found
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.segment import StageCut
@@ -68,8 +68,11 @@ def pieces_of(cuts: Sequence[StageCut]) -> list[int]:
 
 
 def in_pieces_if_shorter(
-    joint: JointGraph, lower: Callable[..., LoweredPipeline], setting: Setting, microbatches: int
-) -> LoweredPipeline:
+    joint: JointGraph,
+    lower: Callable[..., Result[LoweredPipeline]],
+    setting: Setting,
+    microbatches: int,
+) -> Result[LoweredPipeline]:
     """A pipeline with its stages in pieces if whole ones recompute, or do not fit, and the step is shorter so.
 
     Args:
@@ -77,32 +80,22 @@ def in_pieces_if_shorter(
         lower: takes a graph, which is rewritten, a setting, and ``in_pieces``.
         setting: what lowering knows besides the graph.
         microbatches: how many there are.
-
-    Raises:
-        InfeasibleBudgetError: some device needs more than the budget at the least, either way.
     """
-    whole: LoweredPipeline | InfeasibleBudgetError
-    try:
-        whole = lower(joint.copy(), setting)
-    except InfeasibleBudgetError as error:
-        whole = error
+    whole = lower(joint.copy(), setting)
     options, within = setting.options, setting
-    if isinstance(whole, LoweredPipeline):
-        if not whole.main.lowered.recompute_seconds:
+    if isinstance(whole, Found):
+        if not whole.plan.main.lowered.recompute_seconds:
             return whole
-        assert whole.budget is not None
+        assert whole.plan.budget is not None
         if isinstance(options.memory_budget, float):  # a share of what whole stages need, as bytes
-            as_bytes = math.ceil(whole.budget / setting.share)
+            as_bytes = math.ceil(whole.plan.budget / setting.share)
             within = setting.knowing(options=dataclasses.replace(options, memory_budget=as_bytes))
-    try:
-        tried = lower(joint.copy(), within, in_pieces=True)
-    except InfeasibleBudgetError as error:
-        if isinstance(whole, LoweredPipeline):
-            return whole
-        raise min(whole, error, key=lambda refused: refused.minimum) from None
-    tried = dataclasses.replace(tried, allowed=tried.allowed if within is setting else None)
-    if isinstance(whole, InfeasibleBudgetError):
-        return tried
-    makespans = [pipeline.predict(microbatches).makespan for pipeline in (whole, tried)]
+    pieces = lower(joint.copy(), within, in_pieces=True)
+    if isinstance(pieces, Infeasible):
+        return first_found((whole, pieces))
+    tried = dataclasses.replace(pieces.plan, allowed=pieces.plan.allowed if within is setting else None)
+    if isinstance(whole, Infeasible):
+        return Found(tried)
+    makespans = [pipeline.predict(microbatches).makespan for pipeline in (whole.plan, tried)]
     log.info("stages in pieces: %.3f ms after %.3f", makespans[1] * 1e3, makespans[0] * 1e3)
-    return tried if tried.offload is not None and makespans[1] < makespans[0] else whole
+    return Found(tried) if tried.offload is not None and makespans[1] < makespans[0] else whole

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of, share_hint
+from roundpipe_fx.budget import Found, Infeasible, Result, bytes_text, limit_of, share_hint
 from roundpipe_fx.codegen import KnownModules
 from roundpipe_fx.compiler.emit import emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
@@ -58,7 +58,7 @@ def within_budget(
     budget: int | float,
     stage_inputs: SavePolicy,
     fewer_weights: bool = False,
-) -> LoweredPipeline:
+) -> Result[LoweredPipeline]:
     """The shortest step that is found with every device within the budget.
 
     Args:
@@ -70,9 +70,6 @@ def within_budget(
         stage_inputs: saves what enters stages: saving that alone is always one of the possibilities.
         fewer_weights: whether the graph can be cut for fewer weights on a device at one time. That makes a shorter step
             than a plan for which there is hardly room.
-
-    Raises:
-        InfeasibleBudgetError: some device needs more than the budget at the least.
     """
     attempts = _Attempts(cut, pipelining, split, forwards_before_backwards)
     blocks, share = attempts.blocks, cut.setting.share
@@ -81,11 +78,14 @@ def within_budget(
     first = attempts.with_choice(most.schedule.choice)
     allowed = budget if isinstance(budget, int) else None
     if allowed is not None and pipelining.budget_has_weights:
-        budget = allowed = _beside_weights(allowed, first, pipelining)
+        left = _beside_weights(allowed, first, pipelining)
+        if isinstance(left, Infeasible):
+            return left
+        budget = allowed = left
     highest = _with_all_gathered(first)
     limit = int((highest if allowed is None else allowed) * share)
     if first.peak <= limit and (isinstance(budget, int) or budget == 1.0):
-        return chosen_among([first], first, limit, allowed)
+        return Found(chosen_among([first], first, limit, allowed))
     runs = runs_of(first.timing, cut.joint.cuts)
     may_leave = may_leave_unasked(first, pipelining)
     on_host = host_budget_of(first.pipeline, pipelining) if may_leave or pipelining.offloaded else None
@@ -100,7 +100,7 @@ def within_budget(
             cuts=cut.joint.cuts,
         )
     if fewer_weights and prices is not None and not prices.any_fits(limit):
-        raise _refusal(limit, first.peak, cut.structure, pipelining)
+        return _refusal(limit, first.peak, cut.structure, pipelining)
     levels = _Levels(attempts, first, runs, [points_of_run(blocks.graph, chain, save_options, run) for run in runs])
     others = [] if blocks.graph.regions else [attempts.with_policy(stage_inputs)]
 
@@ -140,14 +140,14 @@ def within_budget(
     if not fitting:
         least = min(tried, key=lambda attempt: attempt.peak)
         if allowed is not None:
-            raise _refusal(allowed, least.peak, cut.structure, pipelining)
+            return _refusal(allowed, least.peak, cut.structure, pipelining)
         fitting = [least]
     best = min(fitting, key=lambda attempt: (attempt.timing.makespan, attempt.seconds, attempt.peak))
     if pipelining.workers > 1:
         # Without those that were made for the link, so that a step is not longer than if there was no host.
         fitting = [attempt for attempt in recomputing if attempt.peak <= limit]
         best = with_waits_filled(best, fitting, attempts.with_candidate, split, pipelining.microbatches, limit)
-    return chosen_among([*tried, *priced], best, max(limit, best.peak), allowed)
+    return Found(chosen_among([*tried, *priced], best, max(limit, best.peak), allowed))
 
 
 def _with_all_gathered(attempt: Attempt) -> int:
@@ -159,7 +159,7 @@ def _with_all_gathered(attempt: Attempt) -> int:
     return max(simulate_time(timing.schedule, timing.graph, costs, kept=kept).peak_bytes)
 
 
-def _beside_weights(budget: int, attempt: Attempt, pipelining: Pipelining) -> int:
+def _beside_weights(budget: int, attempt: Attempt, pipelining: Pipelining) -> int | Infeasible[str]:
     """The bytes that a budget leaves beside the weights and optimizer state of the device that has most of them.
 
     Every device is given the same: it is what ``memory_budget`` means where the step runs, on all ranks.
@@ -169,20 +169,20 @@ def _beside_weights(budget: int, attempt: Attempt, pipelining: Pipelining) -> in
         attempt: any; all run the same stages on the same devices.
         pipelining: the user's.
 
-    Raises:
-        InfeasibleBudgetError: nothing is left.
+    Returns:
+        the bytes; infeasible: nothing is left.
     """
     held, optimizer = attempt.pipeline.bytes_between_steps(attempt.timing.schedule)
     weights = max(map(sum, zip(held, optimizer, strict=True)))
     if weights < budget:
         return budget - weights
-    raise InfeasibleBudgetError(
+    text = (
         f"the parameters and buffers{' and the optimizer state' if any(optimizer) else ''} of the stages of one of "
         f"{pipelining.workers} devices alone take "
         f"{bytes_text(weights)}, and {bytes_text(budget)} of its memory are for them and a step. Use more devices, "
-        "stages that divide the weights more evenly, or offloaded=True.",
-        weights,
+        "stages that divide the weights more evenly, or offloaded=True."
     )
+    return Infeasible(minimum=weights, bottleneck=text)
 
 
 class _Attempts:
@@ -334,12 +334,12 @@ class _Levels:
         return together(choices)
 
 
-def _refusal(allowed: int, minimum: int, structure: Structure, pipelining: Pipelining) -> InfeasibleBudgetError:
-    return InfeasibleBudgetError(
+def _refusal(allowed: int, minimum: int, structure: Structure, pipelining: Pipelining) -> Infeasible[str]:
+    text = (
         f"memory_budget of {allowed} bytes ({bytes_text(allowed)}) a device cannot be met: with schedule "
         f"{structure.name!r}, {pipelining.workers} devices and {pipelining.microbatches} microbatches, the "
         f"device that needs most needs at least {minimum} bytes ({bytes_text(minimum)}). Use more and "
         "smaller microbatches, more devices, another schedule, or a budget of at least the minimum."
-        f"{share_hint(allowed)}",
-        minimum,
+        f"{share_hint(allowed)}"
     )
+    return Infeasible(minimum=minimum, bottleneck=text)

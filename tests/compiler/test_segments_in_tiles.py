@@ -12,7 +12,9 @@ from torch import nn
 import roundpipe_fx
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions
 from roundpipe_fx.compiler import lower, segments_in_tiles
-from roundpipe_fx.compiler.tiling import TilingSteps
+from roundpipe_fx.compiler.operations import summed
+from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
+from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.tile_loop import TileLoop
 from tests.compiler.test_tiling_search import MODELS, HeadAndMLP, WideBlocks
@@ -30,15 +32,15 @@ class Looked(Exception):
 def look(
     model: nn.Module,
     batch: dict[str, Any],
-    with_graph: Callable[[JointGraph, Sequence[TileRegion], TilingSteps], Any],
+    with_graph: Callable[[JointGraph, Sequence[TileRegion], Setting], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Any:
     """What a function returns of the annotated graph of a model and the regions in it."""
     found = []
 
-    def stop(joint: JointGraph, tiling: str | None, budget: int, steps: TilingSteps) -> Any:
-        graph = steps.summed(joint)
-        found.append(with_graph(graph, TileRegions(graph).as_wide_as(0), steps))
+    def stop(joint: JointGraph, budget: int, setting: Setting) -> Any:
+        graph = summed(joint, setting)
+        found.append(with_graph(graph, TileRegions(graph).as_wide_as(0), setting))
         raise Looked
 
     monkeypatch.setattr(lower, "plan_with_tiles", stop)
@@ -59,9 +61,9 @@ def test_copies_are_cut_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         staged.append(joint)
         return operations_of(joint, *args)
 
-    def tilings(graph: JointGraph, regions: Sequence[TileRegion], steps: TilingSteps) -> Tilings:
+    def tilings(graph: JointGraph, regions: Sequence[TileRegion], setting: Setting) -> Tilings:
         limit = max((region.widest.meta["val"].nbytes for region in regions), default=1)
-        return list(steps.by_segment(graph, regions, limit))
+        return list(tilings_by_segment(graph, regions, limit, setting))
 
     monkeypatch.setattr(segments_in_tiles, "operations_of", noted)
     make, make_batch = MODELS[name]
@@ -90,14 +92,14 @@ def _target(joint: JointGraph, name: str) -> str:
 def test_each_region_is_in_one_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The inside of a block is cut where few blocks take all of the time."""
 
-    def segments(graph: JointGraph, regions: Sequence[TileRegion], steps: TilingSteps) -> tuple[int, int]:
+    def segments(graph: JointGraph, regions: Sequence[TileRegion], setting: Setting) -> tuple[int, int]:
         chains: list[Any] = []
         join = segments_in_tiles.join
         monkeypatch.setattr(segments_in_tiles, "join", lambda copies: chains.extend(copies) or join(copies))
         cut: list[JointGraph] = []
         cut_graph = segments_in_tiles.cut
         monkeypatch.setattr(segments_in_tiles, "cut", lambda *args: cut.append(cut_graph(*args)) or cut[-1])
-        list(steps.by_segment(graph, regions, 1_000_000))
+        list(tilings_by_segment(graph, regions, 1_000_000, setting))
         return len(cut[0].segments), len(chains[0].chain.stages)
 
     whole, merged = look(WideBlocks(), WIDE, segments, monkeypatch)
@@ -105,8 +107,11 @@ def test_each_region_is_in_one_segment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_bytes_take_fewer_tiles_and_fewer_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tilings(graph: JointGraph, regions: Sequence[TileRegion], steps: TilingSteps) -> list[tuple[float, int]]:
-        best = [next(iter(steps.by_segment(graph, regions, limit))) for limit in (1_500_000, 4_000_000, 64_000_000)]
+    def tilings(graph: JointGraph, regions: Sequence[TileRegion], setting: Setting) -> list[tuple[float, int]]:
+        best = [
+            next(iter(tilings_by_segment(graph, regions, limit, setting)))
+            for limit in (1_500_000, 4_000_000, 64_000_000)
+        ]
         return [(seconds, sum(number for _, number in tiles)) for seconds, tiles in best]
 
     found = look(WideBlocks(), WIDE, tilings, monkeypatch)
@@ -123,10 +128,10 @@ def test_regions_that_hardly_count_are_left_alone(monkeypatch: pytest.MonkeyPatc
         counted.append({region.widest.name for region in regions})
         return ever_more(regions, limit)
 
-    def ask(graph: JointGraph, regions: Sequence[TileRegion], steps: TilingSteps) -> tuple[str, str]:
+    def ask(graph: JointGraph, regions: Sequence[TileRegion], setting: Setting) -> tuple[str, str]:
         widest, narrowest = sorted(regions, key=lambda region: -region.widest.meta["val"].nbytes)
         for times in (64, 65):
-            list(steps.by_segment(graph, regions, narrowest.widest.meta["val"].nbytes * times))
+            list(tilings_by_segment(graph, regions, narrowest.widest.meta["val"].nbytes * times, setting))
         return widest.widest.name, narrowest.widest.name
 
     monkeypatch.setattr(segments_in_tiles, "_ever_more", noted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,10 @@ from torch import nn
 import roundpipe_fx
 from benchmarks.lower_bound import lower_bound
 from roundpipe_fx.analysis.tiling import TileRegions
+from roundpipe_fx.budget import Found
 from roundpipe_fx.compiler import lower, tiling, within_budget
+from roundpipe_fx.compiler.operations import summed, tiled
+from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.passes import pipeline
 from roundpipe_fx.remat.least_bytes import LeastBytes, least_bytes
@@ -87,8 +89,8 @@ def test_no_plan_is_searched_for_below_what_one_operation_needs(monkeypatch: pyt
 def test_a_refusal_searches_for_no_plan_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lowest peak of a graph with some regions in tiles does not depend on the budget, nor that it can be met."""
     peaks: list[int] = []
-    met: list[Any] = []
-    choose, within = within_budget.choose, lower.within
+    results: list[Any] = []
+    choose, within = within_budget.choose, tiling.within
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         chosen = choose(*args, **kwargs)
@@ -97,9 +99,12 @@ def test_a_refusal_searches_for_no_plan_twice(monkeypatch: pytest.MonkeyPatch) -
         return chosen
 
     monkeypatch.setattr(within_budget, "choose", counted)
-    monkeypatch.setattr(lower, "within", lambda *args, **kwargs: met.append(within(*args, **kwargs)) or met[-1])
+    monkeypatch.setattr(
+        tiling, "within", lambda *args, **kwargs: results.append(within(*args, **kwargs)) or results[-1]
+    )
     minimum(HeadAndMLP(), _batch())
-    assert peaks and len(peaks) == len(set(peaks)) and not met
+    assert peaks and len(peaks) == len(set(peaks))
+    assert results and not any(isinstance(result, Found) for result in results)
 
 
 @pytest.mark.long
@@ -168,15 +173,16 @@ def test_no_other_tiles_make_a_shorter_step(budget: int, monkeypatch: pytest.Mon
     """Wherever it pays, held against all choices of the tiles of each region, by exhaustion."""
     steps: list[float] = []
 
-    def by_exhaustion(joint: Any, option: str | None, budget: int, given: tiling.TilingSteps) -> Any:
-        graph = given.summed(joint)
+    def by_exhaustion(joint: Any, budget: int, setting: Setting) -> Any:
+        graph = summed(joint, setting)
         regions = TileRegions(graph).as_wide_as(0)
         assert len(regions) == 4
         for numbers in itertools.product((1, 2, 4), repeat=len(regions)):
             tiles = [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
-            with contextlib.suppress(tiling.UnmetError):
-                found = given.planned(given.tiled(graph, tiles) if tiles else joint, budget, budget)
-                steps.append(sum(found.seconds.values()))
+            result = tiling.within(tiled(graph, tiles, setting) if tiles else joint, setting, budget, budget)
+            if isinstance(result, Found):
+                found = result
+                steps.append(sum(found.plan.seconds.values()))
         return found
 
     own = _seconds(budget, "auto")

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import roundpipe_fx
+from roundpipe_fx.distributed.agreement import Unfitting
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
 from roundpipe_fx.pipeline import cut_for_schedule, scheduled
 from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
@@ -267,7 +268,7 @@ def check_another_plan(_rank: int, _folder: str) -> None:
     def check_together(*_arguments: Any) -> None:
         if refusing:
             refusing.clear()
-            raise UnequalMicrobatchesError(200, 100, False)
+            raise UnequalMicrobatchesError(Unfitting(200, 100, False))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduled, "check_together", check_together)

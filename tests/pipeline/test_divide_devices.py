@@ -12,7 +12,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.analysis.cost import DEVICES
-from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.budget import Infeasible, Result
 from roundpipe_fx.pipeline import lowering
 from roundpipe_fx.pipeline.divide_devices import NoDivisionError, divisions_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
@@ -58,15 +58,14 @@ class _Noted:
 
     divisions: list[Division]
     bounds: StepBounds
-    lower: Callable[[Division, bool], LoweredPipeline]
+    lower: Callable[[Division, bool], Result[LoweredPipeline]]
 
     def seconds(self, division: Division, tiles: bool = False) -> float:
         """Of a step, infinite if it does not fit."""
-        try:
-            pipeline = self.lower(division, tiles)
-        except InfeasibleBudgetError:
+        result = self.lower(division, tiles)
+        if isinstance(result, Infeasible):
             return math.inf
-        return pipeline.predict(pipeline.pipelining.microbatches).makespan
+        return result.plan.predict(result.plan.pipelining.microbatches).makespan
 
 
 @pytest.fixture
@@ -76,7 +75,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> _Noted:
 
     def lower_divided(
         undivided: Undivided, divisions: list[Division], bounds: StepBounds, lower: Any
-    ) -> LoweredPipeline:
+    ) -> Result[LoweredPipeline]:
         found.divisions, found.bounds, found.lower = divisions, bounds, lower
         return divide(undivided, divisions, bounds, lower)
 
