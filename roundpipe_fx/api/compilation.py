@@ -26,7 +26,6 @@ from roundpipe_fx.api.undisturbed import undisturbed
 from roundpipe_fx.budget import Found, Infeasible, Result, plan_or_error
 from roundpipe_fx.codegen import Program, seen_by_autograd
 from roundpipe_fx.compiler.emit import device_of
-from roundpipe_fx.compiler.lower import asked_budget, bounded_in_bytes, lower
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.frontend.capture import capture, is_outermost, joint_graph_of, prepare
 from roundpipe_fx.frontend.graph_breaks import warn_of_graph_break
@@ -39,8 +38,9 @@ from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.distributed import place_gradients
 from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph, plan_of_pipeline
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
-from roundpipe_fx.pipeline.lowering import lower_pipeline
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState
+from roundpipe_fx.planner.lower import asked_budget, bounded_in_bytes, lower
+from roundpipe_fx.planner.lower_pipeline import lower_pipeline
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.bridge import observed, pipelined
 from roundpipe_fx.runtime.executor import load_program

@@ -15,7 +15,7 @@ from torch import nn
 
 import roundpipe_fx
 from benchmarks.fuzz.tiles import tiled_passes
-from tests.compiler.tiled import assert_close, is_tiled, step
+from tests.planner.tiled import assert_close, is_tiled, step
 
 WIDTH, WIDE = 6, 48
 

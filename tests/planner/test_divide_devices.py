@@ -13,11 +13,11 @@ from torch import nn
 import roundpipe_fx
 from roundpipe_fx.analysis.cost import DEVICES
 from roundpipe_fx.budget import Infeasible, Result
-from roundpipe_fx.pipeline import lowering
-from roundpipe_fx.pipeline.divide_devices import NoDivisionError, divisions_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.settings import Undivided
-from roundpipe_fx.pipeline.step_bound import Division, StepBounds
+from roundpipe_fx.planner import lower_pipeline as lowering
+from roundpipe_fx.planner.divide_devices import NoDivisionError, divisions_of
+from roundpipe_fx.planner.step_bound import Division, StepBounds
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.schedules.data_parallel import TOGETHER_BYTES
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe_fx
-from tests.compiler.tiled import minimum
+from tests.planner.tiled import minimum
 
 WORDS = 256
 

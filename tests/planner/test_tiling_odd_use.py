@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe_fx
-from tests.compiler.tiled import assert_close, check, is_tiled, minimum, step
-from tests.compiler.tiled_models import MLP, WORDS, Head, assert_near, batch, both, gradients, least
+from tests.planner.tiled import assert_close, check, is_tiled, minimum, step
+from tests.planner.tiled_models import MLP, WORDS, Head, assert_near, batch, both, gradients, least
 
 USES: dict[str, Callable[[Any], Any]] = {
     "scaled": lambda loss: (loss * 0.3).backward(),

@@ -11,7 +11,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.report.plan_parts import PlannedTiles
-from tests.compiler.tiled import TOLERANCE, assert_close, is_tiled, minimum, step
+from tests.planner.tiled import TOLERANCE, assert_close, is_tiled, minimum, step
 
 WORDS, WIDTH = 32_768, 16
 

@@ -17,9 +17,9 @@ from roundpipe_fx.compiler.operations import cut, operations_of, uncut, with_gra
 from roundpipe_fx.compiler.overlap import stages_to_overlap
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.values_on_host import wants_host
-from roundpipe_fx.compiler.with_host import TRIED, has_host, host_room, least_recomputed, stage_starts
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import PassLevel
+from roundpipe_fx.planner.with_host import TRIED, has_host, host_room, least_recomputed, stage_starts
 from roundpipe_fx.remat.choose import Chosen, Needs, Unmet, choices, choose, unmet_by
 from roundpipe_fx.remat.early import early_within
 from roundpipe_fx.remat.follow_sequence import fit_sequence

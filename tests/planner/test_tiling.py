@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import roundpipe_fx
-from tests.compiler.tiled import backward_of, check
 from tests.long import long_but
+from tests.planner.tiled import backward_of, check
 
 WORDS, WIDE = 512, 256
 Linear = nn.Linear

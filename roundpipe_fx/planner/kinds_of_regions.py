@@ -14,19 +14,19 @@ from torch import fx
 
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, elements
 from roundpipe_fx.budget import Found
-from roundpipe_fx.compiler.class_tiles import (
+from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.compiler.operations import summed, tiled
+from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.ir.tile_loop import TileLoop
+from roundpipe_fx.planner.class_tiles import (
     class_regions,
     instead_of_rows,
     may_be_quicker,
     operations_of,
     seconds_of,
 )
-from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations import summed, tiled
-from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
-from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.ir.tile_loop import TileLoop
+from roundpipe_fx.planner.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.remat.choose import Needs, Unmet
 
 __all__ = [
@@ -51,7 +51,7 @@ Kind: TypeAlias = tuple[Any, ...]
 _TilesOfKinds: TypeAlias = frozenset[tuple[Kind, int]]
 """Kinds with their number of tiles."""
 Planned: TypeAlias = Callable[[JointGraph, Setting, int | float, int | None], Found[Lowered] | Unmet]
-"""Plans for a budget, as :func:`roundpipe_fx.compiler.within_budget.within` does."""
+"""Plans for a budget, as :func:`roundpipe_fx.planner.program_within_budget.within` does."""
 
 
 class Kinds:

@@ -10,9 +10,9 @@ import torch
 
 import roundpipe_fx
 from roundpipe_fx.analysis.cost import DEVICES
-from roundpipe_fx.pipeline import within_budget
-from roundpipe_fx.pipeline.attempt import Attempt
-from roundpipe_fx.pipeline.link_prices import LinkPrices
+from roundpipe_fx.planner import schedule_within_budget as within_budget
+from roundpipe_fx.planner.attempt import Attempt
+from roundpipe_fx.planner.link_prices import LinkPrices
 from tests.pipeline.steps import Blocks, squares
 
 pytestmark = pytest.mark.usefixtures("on_the_host")

@@ -11,14 +11,14 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions
-from roundpipe_fx.compiler import lower, segments_in_tiles
 from roundpipe_fx.compiler.operations import summed
-from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.tile_loop import TileLoop
-from tests.compiler.test_tiling_search import MODELS, HeadAndMLP, WideBlocks
+from roundpipe_fx.planner import lower, segments_in_tiles
+from roundpipe_fx.planner.segments_in_tiles import tilings_by_segment
 from tests.long import long_but
+from tests.planner.test_tiling_search import MODELS, HeadAndMLP, WideBlocks
 
 Tilings = list[tuple[float, list[tuple[TileRegion, int]]]]
 

@@ -11,10 +11,10 @@ devices, then with one for each::
     device 1   ├── 1 fits
 
 Where values may leave for the host, plans are also found by the price of the link
-(:mod:`roundpipe_fx.pipeline.offload_values`).
+(:mod:`roundpipe_fx.planner.offload_values`).
 
 Of all plans that were simulated and fit, the one with the shortest step is taken; then recomputation is moved into the
-time in which devices wait (:mod:`roundpipe_fx.pipeline.fill_waits`). What the budget has left then keeps sharded
+time in which devices wait (:mod:`roundpipe_fx.planner.fill_waits`). What the budget has left then keeps sharded
 parameters gathered (:mod:`roundpipe_fx.schedules.sharding`).
 """
 
@@ -28,16 +28,17 @@ from roundpipe_fx.codegen import KnownModules
 from roundpipe_fx.compiler.emit import emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.operations import operations_of
-from roundpipe_fx.pipeline.alternatives import chosen_among
-from roundpipe_fx.pipeline.attempt import Attempt
-from roundpipe_fx.pipeline.cut_for_schedule import CutGraph
-from roundpipe_fx.pipeline.fill_waits import with_waits_filled
-from roundpipe_fx.pipeline.host_memory import host_budget_of, with_room_on_host, within_host
-from roundpipe_fx.pipeline.link_prices import LinkPrices
+from roundpipe_fx.pipeline.host_memory import host_budget_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, gaps, variant_of
-from roundpipe_fx.pipeline.offload_values import may_leave_unasked, quickest_offloaded, with_offloads
-from roundpipe_fx.pipeline.runs import runs_of
 from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.planner.alternatives import chosen_among
+from roundpipe_fx.planner.attempt import Attempt
+from roundpipe_fx.planner.cut_for_schedule import CutGraph
+from roundpipe_fx.planner.fill_waits import with_waits_filled
+from roundpipe_fx.planner.link_prices import LinkPrices
+from roundpipe_fx.planner.offload_values import may_leave_unasked, quickest_offloaded, with_offloads
+from roundpipe_fx.planner.runs import runs_of
+from roundpipe_fx.planner.within_host import with_room_on_host, within_host
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.in_flight import SegmentRun, points_of_run, together

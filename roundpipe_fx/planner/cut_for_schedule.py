@@ -22,14 +22,14 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.budget import available_memory
-from roundpipe_fx.compiler.lower import asked_budget
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.pipeline.lowered_pipeline import Structure
 from roundpipe_fx.pipeline.same_segments import OperationKey, same_boundaries, segment_starts, starts_like
 from roundpipe_fx.pipeline.settings import Pipelining
-from roundpipe_fx.pipeline.stages_in_pieces import pieces_of
+from roundpipe_fx.planner.lower import asked_budget
+from roundpipe_fx.planner.stages_in_pieces import pieces_of
 from roundpipe_fx.schedules import Schedule
 from roundpipe_fx.schedules.balance_offloaded_stages import Weights, balance_offloaded_stages
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition, balance_roundpipe_stages
@@ -77,7 +77,7 @@ def cut_for_schedule(
         name: of the schedule.
         like: how the graph of another microbatch of the same step was cut.
         weight_limit: bytes that an offloaded model's weights may take on a device; ``None``: as few as possible.
-        in_pieces: whether stages are in pieces (:mod:`roundpipe_fx.pipeline.stages_in_pieces`).
+        in_pieces: whether stages are in pieces (:mod:`roundpipe_fx.planner.stages_in_pieces`).
 
     Raises:
         ValueError: a stage name that does not exist in the model.

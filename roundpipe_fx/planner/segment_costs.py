@@ -1,7 +1,7 @@
 """What the segments of a graph take: seconds, saved bytes, parameters and gradients, read off before any stage exists.
 
 The costs of any run of segments as a stage follow from them without emitting it, so many ways to divide a model among
-devices can be compared (:mod:`roundpipe_fx.pipeline.step_bound`).
+devices can be compared (:mod:`roundpipe_fx.planner.step_bound`).
 """
 
 from __future__ import annotations

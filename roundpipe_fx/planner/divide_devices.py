@@ -6,7 +6,7 @@ All divisions run the same microbatches, so that one graph is planned and the ba
                                          256 × 4     each of 256 replicas has 4 devices and 8 microbatches
 
 A division is a number of replicas, whether they share out parameters, a number of stages and a schedule. Each has a
-bound (:mod:`roundpipe_fx.pipeline.step_bound`), and the lowest of them an estimate, in whose order they are planned,
+bound (:mod:`roundpipe_fx.planner.step_bound`), and the lowest of them an estimate, in whose order they are planned,
 unless their bound is no lower than the shortest step so far. Once none is left, no other division has a shorter step.
 Where this takes more than a few plans of a large model, the search ends without that proof, and the plan says so. Tiles
 are considered where no division fits without, since their sums round differently.
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from roundpipe_fx.budget import Found, Infeasible, Result, bytes_text
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.settings import Pipelining, Undivided
-from roundpipe_fx.pipeline.step_bound import Division, StepBounds
+from roundpipe_fx.planner.step_bound import Division, StepBounds
 from roundpipe_fx.report.plan_parts import PlannedDivision
 from roundpipe_fx.torch_private import PassedThrough
 

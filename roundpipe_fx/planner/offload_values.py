@@ -15,9 +15,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from roundpipe_fx.pipeline.attempt import Attempt
 from roundpipe_fx.pipeline.host_memory import host_memory_of
 from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.planner.attempt import Attempt
 from roundpipe_fx.schedules import simulate_time
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
 from roundpipe_fx.schedules.offloads import offloads_at_distance

@@ -16,7 +16,7 @@ step takes, and how many bytes each device holds with the microbatches in flight
                 simulate the schedule
     with tiling="auto": the same in the tiles that may be best          _shortest
 
-Where devices are yet to be divided, all of it is done for some divisions (:mod:`roundpipe_fx.pipeline.divide_devices`).
+Where devices are yet to be divided, all of it is done for some divisions (:mod:`roundpipe_fx.planner.divide_devices`).
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from typing import Any
 from roundpipe_fx.analysis.cost import MeasuredCosts
 from roundpipe_fx.analysis.tiling import TileRegions
 from roundpipe_fx.budget import Found, Infeasible, Result, first_found
-from roundpipe_fx.compiler.class_tiles import class_regions
 from roundpipe_fx.compiler.emit import emit, emit_by_policy
-from roundpipe_fx.compiler.lower import SAVE_POLICIES, asked_budget, prepare
 from roundpipe_fx.compiler.operations import least_bytes_of, summed, tiled
-from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.compiler.tiling import tile_sequence
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.pipeline.cut_for_schedule import CutGraph, cut_for_schedule, weight_limits
 from roundpipe_fx.pipeline.distributed import refuse_distributed, refuse_other_groups
-from roundpipe_fx.pipeline.divide_devices import NoDivisionError, divisions_of, lower_divided, pipelining_of
 from roundpipe_fx.pipeline.host_memory import check_host_memory, host_budget_of, host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, Variant, variant_of
-from roundpipe_fx.pipeline.segment_costs import segment_costs
 from roundpipe_fx.pipeline.settings import SCHEDULES, Pipelining
-from roundpipe_fx.pipeline.stages_in_pieces import in_pieces_if_shorter, may_be_in_pieces
-from roundpipe_fx.pipeline.step_bound import Division, StepBounds
-from roundpipe_fx.pipeline.within_budget import within_budget
+from roundpipe_fx.planner.class_tiles import class_regions
+from roundpipe_fx.planner.cut_for_schedule import CutGraph, cut_for_schedule, weight_limits
+from roundpipe_fx.planner.divide_devices import NoDivisionError, divisions_of, lower_divided, pipelining_of
+from roundpipe_fx.planner.lower import SAVE_POLICIES, asked_budget, prepare
+from roundpipe_fx.planner.schedule_within_budget import within_budget
+from roundpipe_fx.planner.segment_costs import segment_costs
+from roundpipe_fx.planner.segments_in_tiles import tilings_by_segment
+from roundpipe_fx.planner.stages_in_pieces import in_pieces_if_shorter, may_be_in_pieces
+from roundpipe_fx.planner.step_bound import Division, StepBounds
+from roundpipe_fx.planner.tiling import tile_sequence
 from roundpipe_fx.remat.save_policy import SavePolicy, save_slot_inputs
 from roundpipe_fx.schedules import ActionKind, Schedule
 
@@ -337,7 +337,7 @@ def _lower_for_schedule(
         like: how the graph of another microbatch of the same step was cut.
         forwards_before_backwards: whether all forwards run before all backwards.
         weight_limit: bytes that an offloaded model's weights may take on a device.
-        in_pieces: whether stages are in pieces (:mod:`roundpipe_fx.pipeline.stages_in_pieces`).
+        in_pieces: whether stages are in pieces (:mod:`roundpipe_fx.planner.stages_in_pieces`).
     """
     cut = cut_for_schedule(joint, setting, pipelining, name, like, weight_limit, in_pieces)
     if not setting.context.training:

@@ -15,16 +15,17 @@ import roundpipe_fx
 from benchmarks.lower_bound import lower_bound
 from roundpipe_fx.analysis.tiling import TileRegions
 from roundpipe_fx.budget import Found
-from roundpipe_fx.compiler import lower, tiling, within_budget
 from roundpipe_fx.compiler.operations import summed, tiled
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.passes import pipeline
+from roundpipe_fx.planner import lower, tiling
+from roundpipe_fx.planner import program_within_budget as within_budget
 from roundpipe_fx.remat.least_bytes import LeastBytes, least_bytes
-from tests.compiler.test_tiling import CASES, Made
-from tests.compiler.tiled import is_tiled, minimum
 from tests.golden_models import GOLDEN
 from tests.long import long_but
+from tests.planner.test_tiling import CASES, Made
+from tests.planner.tiled import is_tiled, minimum
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] = {
     **{name: (make, make_batch) for name, (make, make_batch, _) in GOLDEN.items()},

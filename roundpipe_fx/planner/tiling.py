@@ -5,7 +5,7 @@ found are tiled, all of the same kind alike, and the graph is replanned; then th
 While one operation alone needs more than the budget, no plan is searched for: what it needs says what is tiled next.
 
 Where tiles are taken wherever they pay, what is saved and what is tiled is decided together then, segment by segment
-(:mod:`roundpipe_fx.compiler.segments_in_tiles`), and plans with the best of these tiles are made.
+(:mod:`roundpipe_fx.planner.segments_in_tiles`), and plans with the best of these tiles are made.
 
 What is tried so depends on the budget. The least budget that an error names has therefore been planned for.
 """
@@ -20,12 +20,12 @@ from typing import TypeAlias
 
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions
 from roundpipe_fx.budget import Found, Infeasible, Result, first_found
-from roundpipe_fx.compiler.class_tiles import instead_of_rows, operations_of
-from roundpipe_fx.compiler.kinds_of_regions import Kind, Kinds, Planned, Tiles, by_kind, first_tiles, names_of
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.compiler.within_budget import within
 from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.planner.class_tiles import instead_of_rows, operations_of
+from roundpipe_fx.planner.kinds_of_regions import Kind, Kinds, Planned, Tiles, by_kind, first_tiles, names_of
+from roundpipe_fx.planner.program_within_budget import within
 from roundpipe_fx.remat.choose import Chosen, Unmet, refusal
 from roundpipe_fx.torch_private import input_sizes
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.compiler.with_host import host_room, least_recomputed
+from roundpipe_fx.planner.with_host import host_room, least_recomputed
 from roundpipe_fx.torch_private import offload_operators
 from tests import hugging_face
 

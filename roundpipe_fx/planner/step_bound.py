@@ -10,7 +10,7 @@ a pipeline of which ``w`` seconds of every microbatch run there::
 ``r`` is what is recomputed at the least: when most microbatches are in flight, what they save must fit beside
 gradients, gathered parameters and the largest operation. Values whose recomputation takes the fewest seconds a byte are
 dropped first, each as if everything that it is computed from were available, so no plan recomputes for less. Tiles
-(:mod:`roundpipe_fx.compiler.tiling`) do, so for them this part is left out.
+(:mod:`roundpipe_fx.planner.tiling`) do, so for them this part is left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.distributed.sharding import padded_bytes
 from roundpipe_fx.pipeline.make_schedule import make_schedule
-from roundpipe_fx.pipeline.segment_costs import SegmentCosts
+from roundpipe_fx.planner.segment_costs import SegmentCosts
 from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph, StepCosts, chain, simulate_time
 from roundpipe_fx.schedules.data_parallel import DataParallel
 from roundpipe_fx.schedules.schedule import NUMBER

@@ -25,14 +25,14 @@ from roundpipe_fx.compiler.plan_cache import CachedPlan, PlanFile, Recalled, pla
 from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes
 from roundpipe_fx.compiler.schedule_data import schedule_as_data, schedule_from_data
 from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.compiler.tiled_frontier import plans_in_tiles
-from roundpipe_fx.compiler.tiling import plan_with_tiles
-from roundpipe_fx.compiler.with_host import host_room
-from roundpipe_fx.compiler.within_budget import following_rotor
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.region import budget_of_region
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
+from roundpipe_fx.planner.program_within_budget import following_rotor
+from roundpipe_fx.planner.tiled_frontier import plans_in_tiles
+from roundpipe_fx.planner.tiling import plan_with_tiles
+from roundpipe_fx.planner.with_host import host_room
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.save_policy import SavePolicy, save_all, save_stage_inputs
 from roundpipe_fx.runtime.library_memory import expected_library_bytes

@@ -12,12 +12,12 @@ import math
 from roundpipe_fx.analysis.tiling import TileRegions
 from roundpipe_fx.compiler.make_plan import planned_tiles
 from roundpipe_fx.compiler.operations import cut, operations_of, summed, tiled, uncut, with_gradients
-from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.compiler.tiling import tile_down
 from roundpipe_fx.console.progress import working
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import PassLevel
+from roundpipe_fx.planner.segments_in_tiles import tilings_by_segment
+from roundpipe_fx.planner.tiling import tile_down
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.choose import Chosen, Unmet, unmet_by
 from roundpipe_fx.remat.search import refine, search, spread

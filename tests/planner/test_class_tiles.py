@@ -14,10 +14,10 @@ from torch import nn
 import roundpipe_fx
 from benchmarks.fuzz.tiles import tiled_passes
 from roundpipe_fx.codegen.loop_text import loops_of
-from tests.compiler.tiled import TOLERANCE, assert_close, assert_no_worse, check, minimum, step
-from tests.compiler.tiled_models import WORDS, Head, batch, gradients
 from tests.cross_entropies import CROSS_ENTROPIES
 from tests.hugging_face import bert, gpt2, language_batch, llama, t5
+from tests.planner.tiled import TOLERANCE, assert_close, assert_no_worse, check, minimum, step
+from tests.planner.tiled_models import WORDS, Head, batch, gradients
 
 WIDTH = 8
 
@@ -92,7 +92,7 @@ def test_the_quicker_tiles_are_taken(count: int, width: int, words: int, monkeyp
         torch._dynamo.reset()
         with monkeypatch.context() as patched:
             if is_patched:
-                patched.setattr("roundpipe_fx.compiler.lower.class_regions", lambda *_: [])
+                patched.setattr("roundpipe_fx.planner.lower.class_regions", lambda *_: [])
             plan = roundpipe_fx.plan(model, x, y, device="H100", memory_budget=budget)
         loops = [loop for module in plan.modules for loop in loops_of(module.module.graph)]
         is_by_class = any(result.is_logarithm for loop in loops for result in loop.results)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from roundpipe_fx.ir.segment import StageCut, backward_stages
-from roundpipe_fx.pipeline.runs import microbatches_in_flight
+from roundpipe_fx.planner.runs import microbatches_in_flight
 from roundpipe_fx.remat.chain import SegmentChain
 from roundpipe_fx.remat.in_flight import SegmentRun
 from roundpipe_fx.remat.options_on_host import SegmentOnHost

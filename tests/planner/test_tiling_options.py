@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe_fx
-from tests.compiler.tiled import assert_close, is_tiled, minimum, step
-from tests.compiler.tiled_models import MLP, WORDS, Head, batch, both, least
+from tests.planner.tiled import assert_close, is_tiled, minimum, step
+from tests.planner.tiled_models import MLP, WORDS, Head, batch, both, least
 
 
 def test_copies_and_pickles() -> None:

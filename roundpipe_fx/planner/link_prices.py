@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.ir.segment import StageCut
-from roundpipe_fx.pipeline.attempt import Attempt
-from roundpipe_fx.pipeline.segments_on_host import segments_on_host
+from roundpipe_fx.planner.attempt import Attempt
+from roundpipe_fx.planner.segments_on_host import segments_on_host
 from roundpipe_fx.remat.chain import Decision, SegmentChain
 from roundpipe_fx.remat.in_flight import SegmentRun
 from roundpipe_fx.remat.options_on_host import SegmentOnHost, any_fits, decisions_at_price

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from roundpipe_fx.pipeline.attempt import Attempt
+from roundpipe_fx.planner.attempt import Attempt
 from roundpipe_fx.remat.early import EarlyChoices, early_at, early_choices
 from roundpipe_fx.remat.search import Candidate
 from roundpipe_fx.schedules import ActionKind, StageGraph, StepCosts

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe_fx
-from tests.compiler.tiled import assert_close, assert_no_worse, check, is_tiled, minimum, step
-from tests.compiler.tiled_models import MLP, WORDS, Head, batch, both, gradients, least
 from tests.long import long_but
+from tests.planner.tiled import assert_close, assert_no_worse, check, is_tiled, minimum, step
+from tests.planner.tiled_models import MLP, WORDS, Head, batch, both, gradients, least
 
 
 @pytest.mark.parametrize("rows", long_but([61, 63, 3], quick={61}))
