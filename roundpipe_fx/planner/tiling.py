@@ -62,18 +62,16 @@ def plan_with_tiles(joint: JointGraph, budget: int | float, setting: Setting) ->
         tiles, met = result.plan
         assert met is not None
         return Found(_shortest(kinds, kinds.in_tiles(tiles), met) if tiling == "auto" else met)
-    chosen = result.bottleneck.chosen
-    assert chosen is not None
-    asked = chosen.limit
+    first = result
     while isinstance(result, Infeasible):
         # For another budget, other tiles are tried.
         unmet = result
         result = _as_it_is_or_in_tiles(kinds, math.ceil(unmet.minimum / setting.share))
-    chosen = unmet.bottleneck.chosen
-    assert chosen is not None
+    asked, chosen = first.bottleneck.chosen, unmet.bottleneck.chosen
+    assert asked is not None and chosen is not None
     return Infeasible(
         minimum=unmet.minimum,
-        bottleneck=refusal(dataclasses.replace(chosen, limit=asked), unmet.minimum, budget),
+        bottleneck=refusal(dataclasses.replace(chosen, limit=asked.limit), unmet.minimum, budget),
         wants_sizes=tiling != "never" and bool(input_sizes(joint.module)),
     )
 
