@@ -32,7 +32,7 @@ from torch import nn
 
 import roundpipe_fx
 from benchmarks.side_by_side import paired_ratio, report
-from roundpipe_fx.pipeline import fill_waits
+from roundpipe_fx.planner import fill_waits
 from roundpipe_fx.schedules import SCHEDULES, ActionKind, StepCosts, chain, gpipe, one_f_one_b, simulate_time
 
 _SMALL_LLAMA = transformers.LlamaConfig(

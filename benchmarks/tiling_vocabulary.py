@@ -17,7 +17,7 @@ from torch import nn
 
 import roundpipe_fx
 from benchmarks.side_by_side import fresh, report
-from roundpipe_fx.compiler import lower
+from roundpipe_fx.planner import lower
 
 _DEVICE = "H100"
 _HEADS = {

@@ -1,25 +1,35 @@
-"""Byte budgets: what a user may write, and what it means."""
+"""Byte budgets: what a user may write, what it means, and what a search for a plan within one returns.
+
+A search returns what it has found, or what makes that impossible; only where the user is told it becomes an error.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import psutil
 import torch
 
-from roundpipe_fx.torch_private import PassedThrough
+from roundpipe_fx.torch_private import PassedThrough, RefusedGraph
 
 __all__ = [
+    "Found",
     "HostMemoryError",
+    "Infeasible",
     "InfeasibleBudgetError",
+    "Result",
     "available_memory",
     "bytes_text",
     "default_budget",
+    "first_found",
     "limit_of",
     "parse_budget",
     "parse_host_budget",
+    "plan_or_error",
     "share_hint",
 ]
 
@@ -37,20 +47,77 @@ _UNITS = {
 }
 
 
-class InfeasibleBudgetError(PassedThrough, ValueError):
-    """The budget is below what the step needs at the least. Raised before anything runs.
+T = TypeVar("T", covariant=True)
+B = TypeVar("B")
+
+
+@dataclass(frozen=True)
+class Found(Generic[T]):
+    """A plan within a budget.
+
+    Attributes:
+        plan: it.
+    """
+
+    plan: T
+
+
+@dataclass(frozen=True, kw_only=True)
+class Infeasible(Generic[B]):
+    """No plan stays within a budget.
 
     Attributes:
         minimum: the least budget, in bytes, that can be met.
+        bottleneck: what needs so many: as the user is told, or what a search goes on with.
         wants_sizes: whether sizes vary, so that nothing could be carried out in tiles: then the frame is traced again
             for the current sizes (:mod:`roundpipe_fx.torch_private.tracing_retries`).
     """
 
+    minimum: int
+    bottleneck: B
     wants_sizes: bool = False
 
-    def __init__(self, message: str, minimum: int) -> None:
+
+Result: TypeAlias = Found[T] | Infeasible[str]
+"""A plan, or what the user is told."""
+
+
+def first_found(results: Iterable[Found[T] | Infeasible[B]]) -> Found[T] | Infeasible[B]:
+    """The first plan that is within a budget; if none is, the one of the refusals that needs least.
+
+    Args:
+        results: at least one; those after the first plan are not asked for.
+    """
+    refused: list[Infeasible[B]] = []
+    for result in results:
+        if isinstance(result, Found):
+            return result
+        refused.append(result)
+    return min(refused, key=lambda infeasible: infeasible.minimum)
+
+
+def plan_or_error(result: Result[T]) -> T:
+    """The plan; where there is none, the user is told.
+
+    Raises:
+        InfeasibleBudgetError: there is none.
+    """
+    if isinstance(result, Found):
+        return result.plan
+    raise InfeasibleBudgetError(result.bottleneck, result.minimum, result.wants_sizes)
+
+
+class InfeasibleBudgetError(PassedThrough, RefusedGraph, ValueError):
+    """The budget is below what the step needs at the least. Raised before anything runs.
+
+    Attributes:
+        minimum: the least budget, in bytes, that can be met.
+    """
+
+    def __init__(self, message: str, minimum: int, wants_sizes: bool = False) -> None:
         super().__init__(message)
         self.minimum = minimum
+        self.wants_sizes = wants_sizes
 
 
 class HostMemoryError(PassedThrough, ValueError):

@@ -9,13 +9,13 @@ from torch import fx
 
 from roundpipe_fx.analysis.remat_schedule import RematSchedule
 from roundpipe_fx.codegen import StageModule, emit_stage_modules
-from roundpipe_fx.compiler.lower import prepare
 from roundpipe_fx.compiler.operations import cut
 from roundpipe_fx.compiler.run_passes import run_passes
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Phase
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.passes.entry import Pass, PassLevel
+from roundpipe_fx.planner.lower import prepare
 
 __all__ = ["annotated", "planned", "stage_modules", "staged"]
 

@@ -31,6 +31,7 @@ LAYERS = (
     "compiler",
     "distributed",
     "pipeline",
+    "planner",
     "api",
     "compat",
     "command_line",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from roundpipe_fx.analysis.tiling import TileRegions
-from roundpipe_fx.compiler.class_tiles import class_regions, operations_of
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import Pass, PassContext
 from roundpipe_fx.passes.mean_losses import split_mean_losses
 from roundpipe_fx.passes.online_softmax import write_online
 from roundpipe_fx.passes.pipeline import body_costs
 from roundpipe_fx.passes.tiles import tile_regions
+from roundpipe_fx.planner.class_tiles import class_regions, operations_of
 
 __all__ = ["tiled_passes"]
 

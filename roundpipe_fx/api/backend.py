@@ -89,7 +89,7 @@ def _backend_by_name(
     """The backend that PyTorch finds by the name ``"roundpipe_fx"``.
 
     :func:`roundpipe_fx.plans` gives the plans of the model; they are logged at level INFO by the logger
-    ``roundpipe_fx.compiler.lower``.
+    ``roundpipe_fx.planner.lower``.
 
     Raises:
         ValueError: an unknown option or value, or a list of passes that cannot be run.

@@ -23,10 +23,9 @@ from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.api.first_plan_of_parts import lower_as_one_of
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.undisturbed import undisturbed
-from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.budget import Found, Infeasible, Result, plan_or_error
 from roundpipe_fx.codegen import Program, seen_by_autograd
 from roundpipe_fx.compiler.emit import device_of
-from roundpipe_fx.compiler.lower import asked_budget, bounded_in_bytes, lower
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.frontend.capture import capture, is_outermost, joint_graph_of, prepare
 from roundpipe_fx.frontend.graph_breaks import warn_of_graph_break
@@ -39,8 +38,9 @@ from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.distributed import place_gradients
 from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph, plan_of_pipeline
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
-from roundpipe_fx.pipeline.lowering import lower_pipeline
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState
+from roundpipe_fx.planner.lower import asked_budget, bounded_in_bytes, lower
+from roundpipe_fx.planner.lower_pipeline import lower_pipeline
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.bridge import observed, pipelined
 from roundpipe_fx.runtime.executor import load_program
@@ -93,14 +93,14 @@ class _Compilation:
         warn_of_redrawn_numbers(view)
         if self.pipelining is not None:
             return self._partition_for_pipeline(view, self.differentiated, self.pipelining)
-        self.lowered = self._for_sizes(view, self._lower, lambda lowered: lowered)
+        self.lowered = plan_or_error(self._for_sizes(view, self._lower, lambda lowered: lowered))
         self.on_plan(self.lowered.plan)
         assert self.lowered.backward is not None
         self.noted = self._noted(self.lowered, self.differentiated)
         return self.lowered.forward.module, self.lowered.backward.module
 
-    def _lower(self, joint: JointGraph) -> Lowered:
-        def lower_with(joint: JointGraph, options: Options, step: StepNeeds | None) -> Lowered:
+    def _lower(self, joint: JointGraph) -> Result[Lowered]:
+        def lower_with(joint: JointGraph, options: Options, step: StepNeeds | None) -> Result[Lowered]:
             learned = self.learned
             return lower(
                 joint, options, self.registered_syncs, share=learned.share, workspaces=learned.workspaces, step=step
@@ -136,9 +136,9 @@ class _Compilation:
     def _for_sizes(
         self,
         view: JointGraph,
-        lower: Callable[[JointGraph], T],
+        lower: Callable[[JointGraph], Result[T]],
         lowered_of: Callable[[T], Lowered],
-    ) -> T:
+    ) -> Result[T]:
         """Lower a graph for the sizes that it is to be used with."""
         assumed = self.learned.of_graph(self.name)
         with torch_private.without_modes():
@@ -150,7 +150,7 @@ class _Compilation:
     def _partition_for_pipeline(
         self, view: JointGraph, differentiated: Sequence[int], pipelining: Pipelining
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        pipeline = self._lower_pipeline(view, pipelining)
+        pipeline = plan_or_error(self._lower_pipeline(view, pipelining))
         seen = Seen(self._see_size, self.learned.see_workspace) if pipeline.budget is not None else None
         self.graph = pipelined_graph(pipeline, differentiated, pipelining.loss_reduction, seen)
         self.lowered = pipeline.main.lowered
@@ -158,13 +158,9 @@ class _Compilation:
         assert self.lowered.backward is not None
         return self.lowered.forward.module, seen_by_autograd(self.lowered.backward)
 
-    def _lower_pipeline(self, view: JointGraph, pipelining: Pipelining) -> LoweredPipeline:
+    def _lower_pipeline(self, view: JointGraph, pipelining: Pipelining) -> Result[LoweredPipeline]:
         """The pipeline within the share of the budget that may be used; or else the one that needs least, where that is
-        within the budget, or microbatches of other sizes may make it so.
-
-        Raises:
-            InfeasibleBudgetError: there is none.
-        """
+        within the budget, or microbatches of other sizes may make it so."""
         state = self.compile_state
         lower_with = functools.partial(
             lower_pipeline,
@@ -175,21 +171,22 @@ class _Compilation:
             workspaces=self.learned.workspaces,
         )
 
-        def lower(joint: JointGraph, options: Options, share: float = 1.0) -> LoweredPipeline:
+        def lower(joint: JointGraph, options: Options, share: float = 1.0) -> Result[LoweredPipeline]:
             run_passes = functools.partial(lower_with, options=options, share=share)
             return self._for_sizes(joint, run_passes, lambda pipeline: pipeline.main.lowered)
 
         spare = view.copy() if state.sizes_differ or self.learned.share < 1 else None
         allowed = asked_budget(view, self.options, self.options.device or device_of(view))
-        try:
-            return lower(view, self.options, self.learned.share)
-        except InfeasibleBudgetError as error:
-            if spare is None or not isinstance(allowed, int) or (error.minimum > allowed and not state.sizes_differ):
-                raise
-            refused = error.with_traceback(None)
-        least = lower(spare, dataclasses.replace(self.options, memory_budget=refused.minimum))
-        budget = None if least.budget is None else max(least.budget, allowed)
-        return dataclasses.replace(least, budget=budget, allowed=allowed, refused=refused)
+        result = lower(view, self.options, self.learned.share)
+        if isinstance(result, Found) or spare is None or not isinstance(allowed, int):
+            return result
+        if result.minimum > allowed and not state.sizes_differ:
+            return result
+        least = lower(spare, dataclasses.replace(self.options, memory_budget=result.minimum))
+        if isinstance(least, Infeasible):
+            return least
+        budget = None if least.plan.budget is None else max(least.plan.budget, allowed)
+        return Found(dataclasses.replace(least.plan, budget=budget, allowed=allowed, refused=result))
 
     def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None
@@ -304,11 +301,11 @@ class _Compilation:
                     training=False,
                     like=self.compile_state.structure,
                 )
-            graph = pipelined_graph(pipeline, [], self.pipelining.loss_reduction)
+            graph = pipelined_graph(plan_or_error(pipeline), [], self.pipelining.loss_reduction)
             self.on_plan(plan_of_pipeline(graph))
             return pipelined(graph, [])
         with torch_private.without_modes():
-            lowered = undisturbed(lower)(joint, self.options, self.registered_syncs, training=False)
+            lowered = plan_or_error(undisturbed(lower)(joint, self.options, self.registered_syncs, training=False))
         self.on_plan(lowered.plan)
         run = self._load(lowered, lowered.forward)
         noted = self._noted(lowered, ())

@@ -19,7 +19,7 @@ from roundpipe_fx.analysis.step_of_calls import (
     StepNeeds,
     peak_of_step,
 )
-from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.budget import Found, Infeasible, Result
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options
@@ -33,8 +33,8 @@ def lower_as_one_of(
     joint: JointGraph,
     parts: int,
     options: Options,
-    lower: Callable[[JointGraph, Options, StepNeeds | None], Lowered],
-) -> Lowered:
+    lower: Callable[[JointGraph, Options, StepNeeds | None], Result[Lowered]],
+) -> Result[Lowered]:
     """Lower a graph for the least bytes that a step of so many graphs like it needs.
 
     Args:
@@ -48,15 +48,15 @@ def lower_as_one_of(
     """
     step = _chain(joint, parts)
     least = dataclasses.replace(options, memory_budget=0.0)
-    lowered = lower(joint.copy(), least, StepNeeds("", (step,), {}))
+    leanest = lower(joint.copy(), least, StepNeeds("", (step,), {}))
     budget = options.memory_budget
-    if isinstance(budget, int) and peak_of_step(_chain(joint, 1), {"": lowered.footprint}) > budget:
-        try:
-            return lower(joint, options, None)  # in tiles
-        except InfeasibleBudgetError as error:
-            if error.wants_sizes:
-                raise
-    return lowered
+    if isinstance(leanest, Infeasible) or not isinstance(budget, int):
+        return leanest
+    if peak_of_step(_chain(joint, 1), {"": leanest.plan.footprint}) > budget:
+        result = lower(joint, options, None)  # in tiles
+        if isinstance(result, Found) or result.wants_sizes:
+            return result
+    return leanest
 
 
 def _chain(joint: JointGraph, parts: int) -> NotedStep:

@@ -12,9 +12,11 @@ calls that are alive at once (:mod:`roundpipe_fx.remat.learned_steps`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from roundpipe_fx.analysis.step_of_calls import NotedStep
+from roundpipe_fx.budget import plan_or_error
 from roundpipe_fx.remat.learned_steps import LearnedSteps
 from roundpipe_fx.runtime.step_calls import StepCalls
 from roundpipe_fx.torch_private import ForkedLock
@@ -51,7 +53,10 @@ class Learned:
     calls: StepCalls = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.calls = StepCalls(self.steps.see, lambda expected: self.steps.check_parts(expected, self.share))
+        def check(expected: Callable[[], NotedStep]) -> None:
+            plan_or_error(self.steps.check_parts(expected, self.share))
+
+        self.calls = StepCalls(self.steps.see, check)
 
     def see(self, name: str, size: int) -> None:
         """Record a size of a step. May be called from several threads."""

@@ -16,7 +16,7 @@ import torch
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.learned import Learned
-from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.budget import InfeasibleBudgetError, plan_or_error
 from roundpipe_fx.pipeline.captured_calls import UnlikeStagesError
 from roundpipe_fx.pipeline.over_processes import NewlyShown, ProcessPipeline
 from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
@@ -64,7 +64,7 @@ def replanning(
     run = functools.partial(cut_alike, run, recompile)
     learned.calls.report()
     if learned.steps.stale and torch.is_grad_enabled():
-        learned.steps.plan_together(learned.share)
+        plan_or_error(learned.steps.plan_together(learned.share))
         learned.stale = True
     if learned.stale:
         learned.renew()
@@ -127,11 +127,13 @@ def _fitted(run: Callable[[], Any], recompile: Callable[[], None], learned: Lear
         try:
             return run()
         except UnequalMicrobatchesError as error:
-            if error.least and refused:
+            unfitting = error.unfitting
+            if unfitting.least and refused:
                 raise
             # Dynamo has seen several sizes by now and may trace one graph for all of them, which decides what is least.
-            refused = error.least
-            learned.share = before if refused else learned.share * _CLOSER * error.allowed / error.needed
+            refused = unfitting.least
+            closer = learned.share * _CLOSER * unfitting.allowed / unfitting.needed
+            learned.share = before if refused else closer
             log.info("%s Replanning with %.0f%% of the budget.", error, 100 * learned.share)
             recompile()
     learned.share = 0.0  # the plans that need least

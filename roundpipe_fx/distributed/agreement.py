@@ -23,7 +23,17 @@ from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
 from roundpipe_fx.distributed.ranks import Ranks
 from roundpipe_fx.distributed.run_end import EndBytes
 
-__all__ = ["FIRST_BATCH", "GATHERS", "KnownByAll", "KnownStep", "Statement", "agree", "known_to_all", "together"]
+__all__ = [
+    "FIRST_BATCH",
+    "GATHERS",
+    "KnownByAll",
+    "KnownStep",
+    "Statement",
+    "Unfitting",
+    "agree",
+    "known_to_all",
+    "together",
+]
 
 FIRST_BATCH = "the shapes of the first batch"
 """Name of the text by which replicas are compared before stages are given to ranks."""
@@ -31,6 +41,21 @@ FIRST_BATCH = "the shapes of the first batch"
 
 GATHERS = "the parameters that they gather"
 """Name of the text by which replicas are compared that gather parameters from each other."""
+
+
+@dataclass(frozen=True)
+class Unfitting:
+    """Microbatches of different sizes that were planned separately, and do not fit together.
+
+    Attributes:
+        needed: bytes of the device that needs most.
+        allowed: bytes that the user allows it.
+        least: whether the plans are those that need least.
+    """
+
+    needed: int
+    allowed: int
+    least: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +68,7 @@ class Statement:
         generator: the state of the generator that the step draws from.
         among: by name, what is to be the same on the ranks of one replica, whatever part of the layers they have.
         failure: what tracing or planning has raised; ``None`` if nothing.
-        figures: of the failure, which the other ranks need to try again; ``None`` if they cannot.
+        unfitting: the failure, if all ranks are to try again with other plans.
     """
 
     texts: dict[str, str] = field(default_factory=dict)
@@ -51,7 +76,7 @@ class Statement:
     generator: bytes = b""
     among: dict[str, str] = field(default_factory=dict)
     failure: str | None = None
-    figures: tuple[int, int, bool] | None = None
+    unfitting: Unfitting | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +149,7 @@ def known_to_all(ranks: Ranks, known: KnownStep | None, shown: str | None, size:
     )
 
 
-def agree(ranks: Ranks, statement: Statement, size: int, parts: int = 1) -> list[list[str]]:
+def agree(ranks: Ranks, statement: Statement, size: int, parts: int = 1) -> list[list[str]] | Unfitting:
     """Compare the statements of all ranks.
 
     Args:
@@ -134,20 +159,21 @@ def agree(ranks: Ranks, statement: Statement, size: int, parts: int = 1) -> list
         parts: how many pipelines a replica has.
 
     Returns:
-        for each pipeline, digests of the states of its ranks' generators.
+        for each pipeline, digests of the states of its ranks' generators. If another rank has failed, and all are to
+        try again, why.
 
     Raises:
         RanksDifferError: they differ; the message says in what, and which ranks.
         RemoteError: another rank has failed, and this one has not.
     """
     digests = {name: _digest(text) for name, text in {**statement.texts, **statement.within, **statement.among}.items()}
-    gathered = ranks.gather((digests, _digest(statement.generator), statement.failure, statement.figures))
+    gathered = ranks.gather((digests, _digest(statement.generator), statement.failure, statement.unfitting))
     failed = [(rank, *failure) for rank, (_, _, *failure) in enumerate(gathered) if failure[0] is not None]
     if failed and statement.failure is None:
-        rank, failure, figures = failed[0]
-        error = RemoteError(f"rank {ranks.ranks[rank]} of {ranks.name} could not prepare the step: {failure}")
-        error.figures = figures
-        raise error
+        rank, failure, unfitting = failed[0]
+        if unfitting is not None:
+            return unfitting
+        raise RemoteError(f"rank {ranks.ranks[rank]} of {ranks.name} could not prepare the step: {failure}")
     if not failed:
         _compare(ranks, statement.texts, [each for each, *_ in gathered], ranks.size)
         _compare(ranks, statement.among, [each for each, *_ in gathered], size * parts)

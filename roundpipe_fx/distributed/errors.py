@@ -6,13 +6,7 @@ __all__ = ["RanksDifferError", "RemoteError"]
 
 
 class RemoteError(RuntimeError):
-    """Another rank of the pipeline has failed. The message has its number, and what it raised.
-
-    Attributes:
-        figures: what all ranks need to know to try again; ``None`` if they cannot.
-    """
-
-    figures: tuple[int, int, bool] | None = None
+    """Another rank of the pipeline has failed. The message has its number, and what it raised."""
 
 
 class RanksDifferError(RuntimeError):

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.budget import Found, Infeasible, Result
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.torch_private import InputSize, assume_sizes, input_sizes
 
@@ -30,9 +30,9 @@ T = TypeVar("T")
 def lower_for_sizes(
     joint: JointGraph,
     assumed: Mapping[str, int],
-    lower: Callable[[JointGraph], T],
+    lower: Callable[[JointGraph], Result[T]],
     recomputes: Callable[[T], bool],
-) -> T:
+) -> Result[T]:
     """Lower a graph within a budget in bytes, and guard that the result is used only with sizes it was made for.
 
     Args:
@@ -42,11 +42,8 @@ def lower_for_sizes(
         recomputes: whether a result of ``lower`` recomputes anything.
 
     Returns:
-        the result of ``lower``.
-
-    Raises:
-        InfeasibleBudgetError: the budget is below what the step needs with the current sizes, or with the largest
-            ones of a range given by the user.
+        the result of ``lower``: infeasible where the budget is below what the step needs with the current sizes, or
+        with the largest ones of a range given by the user.
     """
     sizes = input_sizes(joint.module)
     factor = 1 + _STEP / max(len(sizes), 1)
@@ -57,22 +54,21 @@ def lower_for_sizes(
         # A plan for larger data-dependent sizes also holds for smaller ones, for which the search may miss it.
         attempts.append(({**assumed, **exact}, True))
     attempts = [earlier for place, earlier in enumerate(attempts) if earlier not in attempts[:place]]
-    refused: list[InfeasibleBudgetError] = []
+    refused: list[Infeasible[str]] = []
     for attempt, at_most in attempts:
         tried = joint.copy() if (attempt, at_most) != attempts[-1] else joint
-        try:
-            assume_sizes(tried.module, attempt, at_most=at_most)
-            lowered = lower(tried)
+        assume_sizes(tried.module, attempt, at_most=at_most)
+        result = lower(tried)
+        if isinstance(result, Found):
             break
-        except InfeasibleBudgetError as error:
-            refused.append(error)
-            log.info("the budget does not reach for sizes of %s", attempt)
+        refused.append(result)
+        log.info("the budget does not reach for sizes of %s", attempt)
     else:
-        raise min(refused, key=lambda error: error.minimum)
+        return min(refused, key=lambda infeasible: infeasible.minimum)
     for size in sizes:
         if size.largest is None:
-            size.keep_within(_least(size, factor) if recomputes(lowered) else 0, attempt[size.symbol])
-    return lowered
+            size.keep_within(_least(size, factor) if recomputes(result.plan) else 0, attempt[size.symbol])
+    return result
 
 
 def steps_above(size: int, factor: float) -> int:

@@ -8,13 +8,11 @@ optimizer is counted where it is known when a step is planned or begins.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
 
 from roundpipe_fx.budget import HostMemoryError, bytes_text
-from roundpipe_fx.pipeline.attempt import Attempt
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.runtime.pinned_memory import pinned_bytes
@@ -27,8 +25,6 @@ __all__ = [
     "host_budget_beside",
     "host_budget_of",
     "host_memory_of",
-    "with_room_on_host",
-    "within_host",
 ]
 
 _SHARE = 0.8
@@ -130,25 +126,3 @@ def check_host_memory(needed: HostMemory, budget: int | None) -> None:
         f"{less}a smaller batch, or a host_budget of at least that if the host has it.",
         needed.total,
     )
-
-
-def with_room_on_host(attempts: Sequence[Attempt], pipelining: Pipelining, budget: int | None) -> list[Attempt]:
-    """The attempts whose values have room on the host. An offloaded model's weights need it in any case: what they have
-    with their values is compared in :func:`within_host`."""
-    if pipelining.offloaded or budget is None:
-        return list(attempts)
-    return [
-        attempt
-        for attempt in attempts
-        if attempt.pipeline.offload is None
-        or host_memory_of(attempt.pipeline, attempt.timing, pipelining).total <= budget
-    ]
-
-
-def within_host(fitting: Sequence[Attempt], pipelining: Pipelining, budget: int | None) -> list[Attempt]:
-    """The attempts that the host has the memory for; if there is none, the one that needs least of it."""
-    needed = [host_memory_of(attempt.pipeline, attempt.timing, pipelining).total for attempt in fitting]
-    if budget is None or not fitting:
-        return list(fitting)
-    within = [attempt for attempt, bytes_needed in zip(fitting, needed, strict=True) if bytes_needed <= budget]
-    return within or [fitting[needed.index(min(needed))]]

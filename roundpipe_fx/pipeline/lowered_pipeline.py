@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from roundpipe_fx.analysis.simulator import allocation_granularity
-from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.budget import Infeasible
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
@@ -107,7 +107,7 @@ class LoweredPipeline:
     forwards_before_backwards: bool
     budget: int | None = None
     allowed: int | None = None
-    refused: InfeasibleBudgetError | None = None
+    refused: Infeasible[str] | None = None
     trade_off: tuple[tuple[int, float], ...] = ()
     offload: OffloadRule | None = None
     alternatives: Alternatives = dataclasses.field(default_factory=Alternatives)

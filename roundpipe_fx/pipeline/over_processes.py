@@ -25,8 +25,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.budget import bytes_text
-from roundpipe_fx.distributed.agreement import FIRST_BATCH, GATHERS, KnownStep, Statement, agree, known_to_all
-from roundpipe_fx.distributed.errors import RemoteError
+from roundpipe_fx.distributed.agreement import (
+    FIRST_BATCH,
+    GATHERS,
+    KnownStep,
+    Statement,
+    Unfitting,
+    agree,
+    known_to_all,
+)
 from roundpipe_fx.distributed.gathering import Gathering
 from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.ownership import Ownership, gradients_elsewhere, readers_of
@@ -160,23 +167,18 @@ class ProcessPipeline:
         try:
             prepared = self._prepared(prepare, runs)
         except BaseException as error:
-            figures = None
-            if isinstance(error, UnequalMicrobatchesError):
-                figures = error.needed, error.allowed, error.least
-            agree(ranks, Statement(failure=f"{type(error).__name__}: {error}", figures=figures), size)
+            unfitting = error.unfitting if isinstance(error, UnequalMicrobatchesError) else None
+            agree(ranks, Statement(failure=f"{type(error).__name__}: {error}", unfitting=unfitting), size)
             raise
         plan = prepared.rank_plan
         everywhere, decided = self._compared(plan, first)
         state = self._generator(generator_device, prepared.captured)
-        try:
-            among_parts = {"plan": plan.digest, "collectives": plan.collectives} if parts > 1 else {}
-            generators = agree(
-                ranks, Statement(texts=everywhere, within=decided, generator=state, among=among_parts), size, parts
-            )
-        except RemoteError as error:
-            if error.figures is not None:
-                raise UnequalMicrobatchesError(*error.figures) from None
-            raise
+        among_parts = {"plan": plan.digest, "collectives": plan.collectives} if parts > 1 else {}
+        generators = agree(
+            ranks, Statement(texts=everywhere, within=decided, generator=state, among=among_parts), size, parts
+        )
+        if isinstance(generators, Unfitting):
+            raise UnequalMicrobatchesError(generators)
         of_each = ranks.gather(end_bytes_of(prepared.captured, generator_device(prepared.captured)))
         end_bytes = EndBytes(max(each.state for each in of_each), max(each.outputs for each in of_each))
         captured = ready(prepared.captured, generators=generators, end_bytes=end_bytes)

@@ -58,7 +58,7 @@ class StepCompileState:
 
 @dataclass(frozen=True)
 class Undivided:
-    """Devices that are yet to be divided into replicas of a pipeline (:mod:`roundpipe_fx.pipeline.divide_devices`).
+    """Devices that are yet to be divided into replicas of a pipeline (:mod:`roundpipe_fx.planner.divide_devices`).
 
     Attributes:
         devices: how many, or groups of those that run each stage together.

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
+from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, plan_or_error
+from roundpipe_fx.distributed.agreement import Unfitting
 from roundpipe_fx.pipeline.host_memory import check_host_memory, host_budget_of, host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.schedules import Schedule, StageGraph, StepCosts, simulate_time
@@ -24,21 +25,18 @@ class UnequalMicrobatchesError(InfeasibleBudgetError):
     """Microbatches that were planned separately do not fit together.
 
     Attributes:
-        needed: bytes of the device that needs most.
-        allowed: bytes that the user allows it.
-        least: whether the plans are those that need least.
+        unfitting: how far they do not.
     """
 
-    def __init__(self, needed: int, allowed: int, least: bool) -> None:
+    def __init__(self, unfitting: Unfitting) -> None:
+        needed, allowed = unfitting.needed, unfitting.allowed
         super().__init__(
             f"microbatches of different sizes need {needed} bytes ({bytes_text(needed)}) on a device together, and "
             f"{allowed} bytes ({bytes_text(allowed)}) are allowed. Use a batch size that is divisible by "
             "num_microbatches, or a larger budget.",
             needed,
         )
-        self.needed = needed
-        self.allowed = allowed
-        self.least = least
+        self.unfitting = unfitting
 
 
 def costs_of_others(pipelines: Sequence[LoweredPipeline]) -> dict[int, StepCosts]:
@@ -75,12 +73,12 @@ def check_together(
     first, others = pipelines[0], costs_of_others(pipelines)
     if not others:
         if first.refused is not None and first.allowed is not None and first.refused.minimum > first.allowed:
-            raise first.refused
+            plan_or_error(first.refused)
         return
     timing = simulate_time(schedule, graph, first.main.costs, others, offloads, kept)
     needed = max(timing.peak_bytes)
     if first.allowed is not None and needed > first.allowed:
         least = all(pipeline.refused is not None for pipeline in pipelines)
-        raise UnequalMicrobatchesError(needed, first.allowed, least)
+        raise UnequalMicrobatchesError(Unfitting(needed, first.allowed, least))
     if first.offload is not None:
         check_host_memory(host_memory_of(first, timing, first.pipelining), host_budget_of(first, first.pipelining))

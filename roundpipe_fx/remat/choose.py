@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from roundpipe_fx.analysis.operations import OperationGraph
-from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of, share_hint
+from roundpipe_fx.analysis.operations import Operation, OperationGraph
+from roundpipe_fx.budget import Infeasible, bytes_text, limit_of, share_hint
 from roundpipe_fx.ir.joint_graph import module_path
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.schedule import RematChoice, simulate
@@ -14,7 +15,7 @@ from roundpipe_fx.remat.search import Candidate, SearchResult, everything_kept, 
 from roundpipe_fx.remat.several_calls import search_for_step
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["Chosen", "choices", "choose", "refusal"]
+__all__ = ["Chosen", "Needs", "Unmet", "choices", "choose", "refusal", "unmet_by"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +134,39 @@ def _key(candidate: Candidate) -> tuple[RematChoice, int]:
     return candidate.schedule.choice, candidate.peak.bytes
 
 
-def refusal(chosen: Chosen, minimum: int, budget: int | float) -> InfeasibleBudgetError:
-    """The error for a budget that nothing stays within.
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What binds.
+
+    Attributes:
+        operation: while which a step needs most; ``None``: it is between operations.
+        live: names and bytes of what is alive there.
+        chosen: the plan with the lowest peak; ``None``: one operation alone needs more than the budget, and no plan was
+            searched for.
+    """
+
+    operation: Operation | None
+    live: tuple[tuple[str, int], ...]
+    chosen: Chosen | None = None
+
+
+Unmet: TypeAlias = Infeasible[Needs]
+"""No plan stays within the budget, and what binds."""
+
+
+def unmet_by(chosen: Chosen, minimum: int) -> Unmet:
+    """What binds at the peak of a plan.
+
+    Args:
+        chosen: the plan.
+        minimum: peak of the programs that were emitted for it, in bytes.
+    """
+    peak = simulate(chosen.followed, chosen.candidate.schedule, list_live=True)
+    return Infeasible(minimum=minimum, bottleneck=Needs(operation=peak.operation, live=peak.live, chosen=chosen))
+
+
+def refusal(chosen: Chosen, minimum: int, budget: int | float) -> str:
+    """What the user is told of a budget that nothing stays within.
 
     Args:
         chosen: the candidate with the lowest peak.
@@ -155,9 +187,8 @@ def refusal(chosen: Chosen, minimum: int, budget: int | float) -> InfeasibleBudg
         )
     calls = f", with {graph.step.alive} calls alive at once," if graph.step is not None and graph.step.alive > 1 else ""
     live = ", ".join(f"{name} {bytes_text(size)}" for name, size in peak.live)
-    return InfeasibleBudgetError(
+    return (
         f"memory_budget of {chosen.limit} bytes ({bytes_text(chosen.limit)}) cannot be met: a step of this model "
         f"on this batch{calls} needs at least {minimum} bytes ({bytes_text(minimum)}). The peak is {where}, with "
-        f"these values alive: {live}. Use a smaller batch, or a budget of at least the minimum.{share_hint(budget)}",
-        minimum,
+        f"these values alive: {live}. Use a smaller batch, or a budget of at least the minimum.{share_hint(budget)}"
     )

@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from roundpipe_fx.analysis.operations import Operation, OperationGraph, RecomputeRecipe
-from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
+from roundpipe_fx.budget import Found, Infeasible, Result, bytes_text
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.schedule import RematChoice
 from roundpipe_fx.remat.search import Candidate, work_out
@@ -70,7 +70,7 @@ def _chain(blocks: Blocks, loss_temporary: int) -> tuple[Chain, list[SaveOption]
     ), [options[0] for options in save_options]
 
 
-def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_temporary: int) -> Fitted:
+def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_temporary: int) -> Result[Fitted]:
     """The best sequence whose schedule is simulated to stay within a limit.
 
     Args:
@@ -79,9 +79,6 @@ def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_
         slots: number of equal parts in which memory is counted.
         algo: name of an algorithm (:data:`roundpipe_fx.remat.sequences.algorithms.ALGORITHMS`).
         loss_temporary: bytes that are allocated between forward and backward.
-
-    Raises:
-        InfeasibleBudgetError: there is none.
     """
     graph = as_autograd_runs(graph)
     blocks = Blocks(graph, reduce_peak=False)
@@ -93,16 +90,16 @@ def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_
             sequence = make_sequence(chain, counted, slots, algo)
         except ValueError as error:
             least = "" if peak is None else f" The tightest that was found peaks at {peak} bytes ({bytes_text(peak)})."
-            raise InfeasibleBudgetError(f"a limit of {limit} bytes cannot be met: {error}{least}", peak or 0) from None
+            text = f"a limit of {limit} bytes cannot be met: {error}{least}"
+            return Infeasible(minimum=peak or 0, bottleneck=text)
         candidate = work_out(blocks, _choice(graph, save_options, sequence))
         peak = candidate.peak.bytes if peak is None else min(peak, candidate.peak.bytes)
         excess = candidate.peak.bytes - limit
         if excess <= 0:
-            return Fitted(sequence, candidate)
+            return Found(Fitted(sequence, candidate))
         if algo != "persistent":
-            raise InfeasibleBudgetError(
-                f"the {algo} sequence needs {peak} bytes ({bytes_text(peak)}), and the limit is {limit}.", peak
-            )
+            text = f"the {algo} sequence needs {peak} bytes ({bytes_text(peak)}), and the limit is {limit}."
+            return Infeasible(minimum=peak, bottleneck=text)
         counted -= max(excess, limit // slots)
 
 

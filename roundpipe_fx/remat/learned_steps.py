@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.step_of_calls import Footprint, NotedStep, StepNeeds, most_alive, peak_of_step
-from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
+from roundpipe_fx.budget import Found, Infeasible, Result, bytes_text
 from roundpipe_fx.remat.several_graphs import FittedGraphs, fit_graphs, ladder_of
 
 __all__ = ["LearnedSteps", "StepBudgetWarning"]
@@ -184,42 +184,42 @@ class LearnedSteps:
         }
         return StepNeeds(graph, steps, others, limit=self._limit)
 
-    def plan_together(self, share: float) -> None:
-        """Decide what each graph may hold, where steps consist of several.
+    def plan_together(self, share: float) -> Result[None]:
+        """Decide what each graph may hold, where steps consist of several, so that the budget holds for the step.
 
         Args:
             share: of the budget that may be used.
-
-        Raises:
-            InfeasibleBudgetError: they cannot be planned so that the budget holds for the step.
         """
         self._limit = None
         steps = list(self._steps.values())
         several = any(len({call.graph for call in step.calls}) > 1 for step in steps)
         if several:
             fitted = self._fit(steps, share)
-            self._footprints.update(fitted.footprints)
-            self._limit = fitted.limit
+            if isinstance(fitted, Infeasible):
+                return fitted
+            self._footprints.update(fitted.plan.footprints)
+            self._limit = fitted.plan.limit
         self.stale = False
+        return Found(None)
 
-    def check_parts(self, expected: Callable[[], NotedStep], share: float) -> None:
-        """Before the first backward of a model that is known to have several graphs: check that all can be planned.
+    def check_parts(self, expected: Callable[[], NotedStep], share: float) -> Result[None]:
+        """Before the first backward of a model that is known to have several graphs: check that all can be planned so
+        that the budget holds for the step.
 
         Args:
             expected: gives the step.
             share: of the budget that may be used.
-
-        Raises:
-            InfeasibleBudgetError: they cannot be planned so that the budget holds for the step.
         """
         if not self.expected_parts or not isinstance(self._asked, int):
-            return
+            return Found(None)
         step = expected()
         if peak_of_step(step, {}) > self._asked * share:  # as they are planned, for the least bytes
-            self._fit([step], share)
+            fitted = self._fit([step], share)
+            return fitted if isinstance(fitted, Infeasible) else Found(None)
+        return Found(None)
 
-    def _fit(self, steps: Sequence[NotedStep], share: float) -> FittedGraphs:
-        """Plans for all graphs of some steps. Arguments and errors as for :meth:`plan_together`."""
+    def _fit(self, steps: Sequence[NotedStep], share: float) -> Result[FittedGraphs]:
+        """Plans for all graphs of some steps. Arguments as for :meth:`plan_together`."""
         graphs = dict.fromkeys(call.graph for step in steps for call in step.calls)
         ladders = {}
         for graph in graphs:
@@ -240,11 +240,11 @@ class LearnedSteps:
             gathering = (
                 f", {beside} bytes ({bytes_text(beside)}) to gather parameters (FSDP2) among them" if beside else ""
             )
-            raise InfeasibleBudgetError(
+            text = (
                 f"memory_budget of {budget} bytes ({bytes_text(budget)}) cannot be met: a step of this model is made "
                 f"of {len(graphs)} graphs, which together need at least {minimum} bytes ({bytes_text(minimum)})"
                 f"{gathering}. Use a smaller batch, fewer calls before a backward, or a budget of at least "
-                "the minimum.",
-                minimum,
+                "the minimum."
             )
-        return fitted
+            return Infeasible(minimum=minimum, bottleneck=text)
+        return Found(fitted)

@@ -12,7 +12,7 @@ The chain with these options is solved for the memory of the device (:mod:`round
 is the link's Lagrange multiplier (Everett, "Generalized Lagrange multiplier method", 1963): no other choice within the
 memory sends as few bytes and recomputes less. At a price of 0 everything that helps leaves; at 1 / bandwidth a byte
 costs as much as if the device waited for it. How much of the copies devices really wait for is known when the schedule
-is simulated, so several prices are tried (:mod:`roundpipe_fx.pipeline.offload_values`). As prices find what is on a
+is simulated, so several prices are tried (:mod:`roundpipe_fx.planner.offload_values`). As prices find what is on a
 convex hull, not all choices are found.
 
 Of a segment everything stays or everything leaves; which values leave in the end is decided again for the emitted

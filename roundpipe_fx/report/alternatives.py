@@ -2,7 +2,7 @@
 
 A plan keeps of them only their peaks and seconds. Their schedules are searched for again when somebody asks. Of a
 pipeline they are not: each was emitted and its schedule simulated, so what is shown of them is noted then
-(:mod:`roundpipe_fx.pipeline.alternatives`).
+(:mod:`roundpipe_fx.planner.alternatives`).
 """
 
 from __future__ import annotations

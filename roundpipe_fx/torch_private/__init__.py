@@ -138,7 +138,7 @@ from roundpipe_fx.torch_private.sizes import (
     size_binding,
     size_hint,
 )
-from roundpipe_fx.torch_private.tracing_retries import is_graph_break
+from roundpipe_fx.torch_private.tracing_retries import RefusedGraph, is_graph_break
 from roundpipe_fx.torch_private.trees import (
     TreeSpec,
     key_get,
@@ -163,6 +163,7 @@ __all__ = [
     "PassedThrough",
     "ProfiledMemory",
     "RecompileLimit",
+    "RefusedGraph",
     "RunningNorm",
     "TorchDispatchMode",
     "TreeSpec",

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
-__all__ = ["install_retries", "is_graph_break", "was_retried"]
+__all__ = ["RefusedGraph", "install_retries", "is_graph_break", "was_retried"]
 
 _FEWER = (
     {"capture_scalar_outputs": False},
@@ -30,6 +30,16 @@ _FEWER = (
 )
 _CURRENT_SIZES = ({"automatic_dynamic_shapes": False, "assume_static_by_default": True},)
 _retried: set[tuple[str, int]] = set()
+
+
+class RefusedGraph:
+    """Of a backend's error: a refusal of a graph, which other ways to trace its frame do not lift.
+
+    Attributes:
+        wants_sizes: whether tracing it for the current sizes may: then that is tried.
+    """
+
+    wants_sizes: bool = False
 
 
 def install_retries(active: Callable[[], bool]) -> None:
@@ -63,7 +73,7 @@ def install_retries(active: Callable[[], bool]) -> None:
                     made = trace(self, frame, *args, **kwargs)
             except Exception as again:
                 # A budget that the current sizes do not allow is what the user needs to know of.
-                if any(hasattr(cause, "wants_sizes") for cause in _causes(again)):
+                if any(isinstance(cause, RefusedGraph) for cause in _causes(again)):
                     raise
                 if isinstance(again, (Unsupported, UserError)):
                     soft = soft or again
@@ -116,7 +126,7 @@ fake kernel, which is run on real tensors to find its results' shapes."""
 
 def _wants_numbers(error: BaseException) -> bool:
     causes = list(_causes(error))
-    wanted = any(getattr(cause, "wants_sizes", False) for cause in causes)
+    wanted = any(isinstance(cause, RefusedGraph) and cause.wants_sizes for cause in causes)
     return wanted or any(text in str(cause) for cause in causes for text in _WANTS_NUMBERS)
 
 

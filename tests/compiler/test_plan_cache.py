@@ -18,7 +18,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.analysis.data_files import read_data, write_data
-from roundpipe_fx.compiler import within_budget
+from roundpipe_fx.planner import program_within_budget as within_budget
 from tests.comparison import Step, aot_eager_step, assert_bitwise, compiled_step
 from tests.golden_models import CheckpointedMLP, DropoutMLP, TiedTransformer, UNet
 from tests.hugging_face import gpt2, language_batch, llama, t5
@@ -112,7 +112,7 @@ def test_a_cached_plan_gives_the_same_programs_without_a_search(
 
 _OTHER_PROCESS = """
 import sys, torch, roundpipe_fx
-from roundpipe_fx.compiler import within_budget
+from roundpipe_fx.planner import program_within_budget as within_budget
 from tests.compiler.test_plan_cache import CASES, digest_of
 from tests.hugging_face import gpt2, language_batch
 torch.manual_seed(0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_fx.distributed.agreement import KnownStep, Statement, agree, known_to_all
+from roundpipe_fx.distributed.agreement import KnownStep, Statement, Unfitting, agree, known_to_all
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
 from roundpipe_fx.distributed.run_end import EndBytes
 
@@ -80,13 +80,18 @@ def test_a_difference_is_an_error_on_all_ranks(options: str, batches: str, text:
             raise error
 
 
-def test_a_failure_is_an_error_on_the_others_with_what_they_need_to_try_again() -> None:
-    own, *others = _agreed(Statement(failure="it did not fit", figures=(3, 2)), *[_statement()] * 3)
+def test_a_failure_is_an_error_on_the_others() -> None:
+    own, *others = _agreed(Statement(failure="it failed"), *[_statement()] * 3)
     assert len(own) == 2  # it raises its own error
     for error in others:
-        with pytest.raises(RemoteError, match="rank 10 of the pipelines could not prepare the step: it did not fit"):
+        with pytest.raises(RemoteError, match="rank 10 of the pipelines could not prepare the step: it failed"):
             raise error
-        assert error.figures == (3, 2)
+
+
+def test_others_get_what_they_need_to_try_again() -> None:
+    unfitting = Unfitting(3, 2, False)
+    own, *others = _agreed(Statement(failure="it did not fit", unfitting=unfitting), *[_statement()] * 3)
+    assert len(own) == 2 and others == [unfitting] * 3
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import roundpipe_fx
+from roundpipe_fx.distributed.agreement import Unfitting
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
-from roundpipe_fx.pipeline import cut_for_schedule, scheduled
+from roundpipe_fx.pipeline import scheduled
 from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
+from roundpipe_fx.planner import cut_for_schedule
 from roundpipe_fx.schedules import data_parallel
 from tests.distributed.models import Net, make
 from tests.trainers.processes import in_processes
@@ -267,7 +269,7 @@ def check_another_plan(_rank: int, _folder: str) -> None:
     def check_together(*_arguments: Any) -> None:
         if refusing:
             refusing.clear()
-            raise UnequalMicrobatchesError(200, 100, False)
+            raise UnequalMicrobatchesError(Unfitting(200, 100, False))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduled, "check_together", check_together)

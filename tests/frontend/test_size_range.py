@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.budget import Found, Infeasible, Result
 from roundpipe_fx.frontend.size_range import lower_for_sizes, steps_above
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.torch_private import assumed_sizes, dynamo_flags
@@ -189,20 +189,18 @@ def test_a_plan_for_larger_sizes_of_data_serves_where_the_search_misses_one_for_
     (symbol,) = {s for node in joint.computed() for s in map(str, node.meta.get("unbacked_bindings", ()))}
     tried: list[int] = []
 
-    def lower(given: JointGraph) -> JointGraph:
+    def lower(given: JointGraph) -> Result[JointGraph]:
         rows = assumed_sizes(given.module)[symbol] if assumed_sizes(given.module) else 64
         tried.append(rows)
         if rows in refused:
-            raise InfeasibleBudgetError("", 1000 - rows)
-        return given
+            return Infeasible(minimum=1000 - rows, bottleneck="")
+        return Found(given)
 
     refused = {10}
-    assert lower_for_sizes(joint, {symbol: 10}, lower, lambda _: False) is not None
+    assert isinstance(lower_for_sizes(joint, {symbol: 10}, lower, lambda _: False), Found)
     assert tried == [10, 64]
     refused = {10, 64}
-    with pytest.raises(InfeasibleBudgetError) as error:
-        lower_for_sizes(joint, {symbol: 10}, lower, lambda _: False)
-    assert error.value.minimum == 1000 - 64
+    assert lower_for_sizes(joint, {symbol: 10}, lower, lambda _: False) == Infeasible(minimum=1000 - 64, bottleneck="")
 
 
 class _Routed(nn.Module):

@@ -14,7 +14,8 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.codegen import stage_modules, stage_text
-from roundpipe_fx.pipeline import fill_waits, within_budget
+from roundpipe_fx.planner import fill_waits
+from roundpipe_fx.planner import schedule_within_budget as within_budget
 from tests import hugging_face
 from tests.pipeline.steps import CPUS, SCHEDULES, Blocks, assert_close, batch_of, pipelined_step, squares
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.ir.tile_loop import TileLoop
-from roundpipe_fx.pipeline import lowering
-from tests.compiler.test_tiling_search import WideBlocks
+from roundpipe_fx.planner import lower_pipeline as lowering
 from tests.long import long_but
+from tests.planner.test_tiling_search import WideBlocks
 
 WORDS = 512
 

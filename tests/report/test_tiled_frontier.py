@@ -13,7 +13,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.budget import bytes_text
-from tests.compiler.tiled import minimum
+from tests.planner.tiled import minimum
 from tests.report.chromium import Page, needs_browser
 
 

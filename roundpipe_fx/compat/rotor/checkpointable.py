@@ -11,7 +11,7 @@ from torch import nn
 
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.api.compiled_module import CompiledModule, compiled_module
-from roundpipe_fx.budget import available_memory
+from roundpipe_fx.budget import available_memory, plan_or_error
 from roundpipe_fx.compat.rotor.measuring import measure_layers
 from roundpipe_fx.compat.rotor.nesting import Kept, Rerun, nest, run
 from roundpipe_fx.ir.options import Options, RotorOptions
@@ -177,7 +177,8 @@ class Checkpointable(nn.Module):
         else:
             if self._graph is None:
                 raise ValueError("Checkpointable: nothing was measured since it was copied; call measure(input) first.")
-            self.sequence = fit_sequence(self._graph, limit, slots, algo, self.loss_tmp_memory_usage).sequence
+            fitted = fit_sequence(self._graph, limit, slots, algo, self.loss_tmp_memory_usage)
+            self.sequence = plan_or_error(fitted).sequence
             rotor = RotorOptions(limit, slots, algo, self.loss_tmp_memory_usage, self.preserve_rng_state)
             self._options = Options(cost="measured", rotor=rotor)
             self.__dict__["_compiled"] = None

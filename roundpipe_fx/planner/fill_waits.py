@@ -1,0 +1,99 @@
+"""Recomputation that fills a pipeline's waits: devices recompute while they wait for incoming gradients.
+
+::
+
+    device 0   F0.0 F0.1 F0.2 ░░ waits ░░ B0.0 with its recomputation
+    device 0   F0.0 F0.1 F0.2 R0.0        B0.0               as much of it early as fits the budget
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from roundpipe_fx.planner.attempt import Attempt
+from roundpipe_fx.remat.early import EarlyChoices, early_at, early_choices
+from roundpipe_fx.remat.search import Candidate
+from roundpipe_fx.schedules import ActionKind, StageGraph, StepCosts
+
+__all__ = ["with_waits_filled"]
+
+_LONGER = 1e-9
+"""Share of a makespan by which rounding may change it."""
+_MOST_FILLED = 3
+"""Number of plans for which early recomputation is tried."""
+_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+
+
+def with_waits_filled(
+    best: Attempt,
+    fitting: Sequence[Attempt],
+    attempt: Callable[[Candidate], Attempt],
+    split: bool,
+    microbatches: int,
+    limit: int,
+) -> Attempt:
+    """The quickest step where devices recompute while they wait for gradients; ``best`` if that takes as long.
+
+    A plan that recomputes more may then be quicker: of the plans that fit, those are tried whose step would be the
+    shortest if everything that can be early were.
+
+    Args:
+        best: the quickest attempt so far.
+        fitting: those that fit with nothing on the host.
+        attempt: lowers a schedule.
+        split: whether gradients of parameters are computed in modules of their own.
+        microbatches: into how many a batch is split.
+        limit: bytes per device.
+    """
+    promising = []
+    for start in fitting:
+        if start.chosen is not None:
+            choices = early_choices(start.chosen.graph, start.chosen.candidate.schedule, split)
+            promising.append((_makespan_if_early(start, choices, microbatches), start, choices))
+    for shortest, hopeful, choices in sorted(promising, key=lambda item: (item[0], item[1].peak))[:_MOST_FILLED]:
+        if shortest < best.timing.makespan * (1 - _LONGER):
+            best = min([best, *_filled(hopeful, choices, attempt, limit)], key=lambda tried: tried.timing.makespan)
+    return best
+
+
+def _filled(
+    start: Attempt, choices: EarlyChoices, attempt: Callable[[Candidate], Attempt], limit: int
+) -> list[Attempt]:
+    """An attempt with as much early as fits: each device halves the early part of its stages until it is within the
+    limit."""
+    assert start.chosen is not None
+    candidate = start.chosen.candidate
+    level = {stage: len(of_stage) - 1 for stage, of_stage in choices.items()}
+    orders = start.timing.schedule.orders
+    while any(level.values()):
+        filled = attempt(dataclasses.replace(candidate, schedule=early_at(candidate.schedule, choices, level)))
+        full = [order for order, peak in zip(orders, filled.timing.peak_bytes, strict=True) if peak > limit]
+        over = {stage for order in full for stage in order[:, 1].tolist() if level.get(stage)}
+        if not full:
+            return [filled]
+        if not over:
+            break
+        for stage in over:
+            level[stage] //= 2
+    return []
+
+
+def _makespan_if_early(attempt: Attempt, choices: EarlyChoices, microbatches: int) -> float:
+    """The makespan if each stage ran everything that may be early in its recompute module, regardless of memory."""
+    assert attempt.chosen is not None
+    steps = [step for _, block in attempt.chosen.candidate.schedule.backward for step in block]
+    main = attempt.pipeline.main
+    seconds, reads = dict(main.costs.seconds), dict(main.steps.graph.reads)
+    for stage, of_stage in choices.items():
+        early = sum(steps[place].seconds or steps[place].operation.seconds for place in of_stage[-1])
+        backward = next((step for step in ((k, stage) for k in _GRADIENTS) if step in seconds), None)
+        if early and backward is not None:
+            recompute = (ActionKind.RECOMPUTE, stage)
+            seconds[recompute], seconds[backward] = early, max(seconds[backward] - early, 0.0)
+            reads[recompute] = tuple(source for source in reads[backward] if source[0] is ActionKind.FORWARD)
+            reads[backward] = (*reads[backward], recompute)
+    graph = StageGraph(reads, main.steps.graph.carried)
+    costs = StepCosts(seconds=seconds, transfer_seconds=main.costs.transfer_seconds)
+    variant = dataclasses.replace(main, steps=dataclasses.replace(main.steps, graph=graph), costs=costs)
+    return dataclasses.replace(attempt.pipeline, main=variant, last=variant).predict(microbatches).makespan

@@ -1,0 +1,72 @@
+"""Prices of the link to the host: for each, what its segments save if that is what a byte costs that leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.ir.segment import StageCut
+from roundpipe_fx.planner.attempt import Attempt
+from roundpipe_fx.planner.segments_on_host import segments_on_host
+from roundpipe_fx.remat.chain import Decision, SegmentChain
+from roundpipe_fx.remat.in_flight import SegmentRun
+from roundpipe_fx.remat.options_on_host import SegmentOnHost, any_fits, decisions_at_price
+from roundpipe_fx.remat.schedule import RematChoice
+from roundpipe_fx.remat.segment_chain import SaveOption, remat_choice_of
+
+__all__ = ["LinkPrices"]
+
+
+class LinkPrices:
+    """What is saved, by the price of the link.
+
+    Args:
+        graph: the operations.
+        chain: of all segments.
+        save_options: what its options save.
+        runs: of segments whose saved values lie on the same devices.
+        first: the attempt that saves everything.
+        cuts: the stages, in the order in which they run.
+    """
+
+    def __init__(
+        self,
+        *,
+        graph: OperationGraph,
+        chain: SegmentChain,
+        save_options: list[list[SaveOption]],
+        runs: Sequence[SegmentRun],
+        first: Attempt,
+        cuts: Sequence[StageCut],
+    ) -> None:
+        self._graph, self._chain, self._save_options, self._runs = graph, chain, save_options, runs
+        costs = first.pipeline.main.costs
+        assert costs.host_bandwidth is not None
+        self._segments = segments_on_host(first.timing, costs, cuts, chain, runs)
+        self._byte_seconds = 1 / costs.host_bandwidth
+
+    def any_fits(self, limit: int) -> bool:
+        """Whether the chain knows a way to stay within so many bytes of a device."""
+        return all(any_fits(*self._part(run), limit) for run in self._runs)
+
+    def choice_at(self, price: float, limit: int) -> RematChoice:
+        """What is saved at a price, within a limit or as near to it as possible.
+
+        Args:
+            price: of a byte, as a multiple of the seconds in which the link carries it.
+            limit: bytes of a device.
+        """
+        decisions: list[Decision] = []
+        for run in self._runs:
+            decisions_of_run = decisions_at_price(*self._part(run), limit, price * self._byte_seconds)
+            decisions += [_moved(decision, run.first) for decision in decisions_of_run]
+        return remat_choice_of(self._graph, self._save_options, decisions)
+
+    def _part(self, run: SegmentRun) -> tuple[SegmentChain, Sequence[SegmentOnHost]]:
+        return self._chain.part(run.first, run.end, alone=True), self._segments[run.first : run.end]
+
+
+def _moved(decision: Decision, first: int) -> Decision:
+    """A decision of a part of the chain that begins at a segment, as one of the chain."""
+    return dataclasses.replace(decision, stage=decision.stage + first, until=decision.until + first)

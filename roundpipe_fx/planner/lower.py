@@ -1,0 +1,285 @@
+"""The way of the data: a captured joint graph through the passes to programs and their plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from roundpipe_fx.analysis.allocator_histories import current_histories
+from roundpipe_fx.analysis.cost import COMPILED_STAGES, MeasuredCosts, cost_model
+from roundpipe_fx.analysis.cost.network import Network
+from roundpipe_fx.analysis.cost.trial import write_trials
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.analysis.step_of_calls import StepNeeds
+from roundpipe_fx.budget import Found, Infeasible, Result, default_budget
+from roundpipe_fx.compiler.cached_marks import FIRST_MARKING_PASS, mark_as_cached, marks_as_data, remove_marks
+from roundpipe_fx.compiler.emit import device_of, emit, emit_by_policy
+from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.compiler.operations import cut, operations_of
+from roundpipe_fx.compiler.plan_cache import CachedPlan, PlanFile, Recalled, plan_file
+from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes
+from roundpipe_fx.compiler.schedule_data import schedule_as_data, schedule_from_data
+from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
+from roundpipe_fx.ir.options import Options
+from roundpipe_fx.ir.region import budget_of_region
+from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
+from roundpipe_fx.planner.program_within_budget import following_rotor
+from roundpipe_fx.planner.tiled_frontier import plans_in_tiles
+from roundpipe_fx.planner.tiling import plan_with_tiles
+from roundpipe_fx.planner.with_host import host_room
+from roundpipe_fx.remat.choose import Chosen
+from roundpipe_fx.remat.save_policy import SavePolicy, save_all, save_stage_inputs
+from roundpipe_fx.runtime.library_memory import expected_library_bytes
+
+__all__ = [
+    "SAVE_POLICIES",
+    "asked_budget",
+    "bounded_in_bytes",
+    "lower",
+    "prepare",
+]
+
+log = logging.getLogger(__name__)
+
+SAVE_POLICIES: Mapping[str, SavePolicy] = {"none": save_all, "full": save_stage_inputs}
+
+
+def lower(
+    joint: JointGraph,
+    options: Options,
+    registered_syncs: Collection[Any] = (),
+    training: bool = True,
+    share: float = 1.0,
+    workspaces: Mapping[str, int] | None = None,
+    step: StepNeeds | None = None,
+) -> Result[Lowered]:
+    """Run the passes and emit stage modules and programs.
+
+    Args:
+        joint: a captured graph; it is rewritten.
+        options: the user's.
+        registered_syncs: operators that the user declared to force a host sync.
+        training: whether the graph has a backward.
+        share: of the budget that may be used.
+        workspaces: what operators whose needs depend on data, and compiled stages, have been seen to allocate for
+            themselves, by name.
+        step: what else the step holds, where it makes several calls.
+
+    Raises:
+        ValueError: a stage name that does not exist in the model.
+    """
+    setting = _setting(joint, options, registered_syncs, workspaces, training, step=step)
+    beyond = (workspaces or {}).get(COMPILED_STAGES, 0) if setting.compiler != "eager" else 0
+    setting = dataclasses.replace(setting.knowing(runs_programs=True), share=share, beyond_plan=beyond)
+    file = _plan_file(joint, setting)
+    cached = file.read() if file is not None else None
+    marking = _first_marking(setting.passes)
+    joint = setting.run(joint, PassLevel.JOINT, stop=marking)
+    if file is not None and cached is not None:
+        try:
+            return Found(_recalled(joint, setting, cached))
+        except (ValueError, TypeError, KeyError) as error:
+            file.ignore(error)
+            remove_marks(joint)
+    unmarked = [node.name for node in joint.computed()]
+    joint = setting.run(joint, PassLevel.JOINT, start=marking)
+    asked = budget = asked_budget(joint, options, setting.device) if training else None
+    if step is not None and step.limit is not None:
+        budget = step.limit
+        setting = dataclasses.replace(setting, share=1.0)
+    if budget is not None:
+        looking = _looking_in_tiles(joint, setting)
+        rotor = options.rotor is not None
+        result = following_rotor(joint, setting) if rotor else plan_with_tiles(joint, budget, looking)
+        if isinstance(result, Infeasible) and isinstance(asked, float):
+            # The limit is a share of what graphs needed when they were planned alone, before a step had shown all.
+            result = plan_with_tiles(joint, result.minimum, looking)
+        if isinstance(result, Infeasible):
+            return result
+        lowered = result.plan
+        if file is not None and not lowered.is_tiled:
+            marks = marks_as_data(joint, unmarked, lowered.joint.segments, lowered.joint.cuts)
+            if marks is not None:
+                file.write(_to_cache(lowered, marks))
+    else:
+        joint = setting.run(cut(joint, setting), PassLevel.STAGED)
+        lowered = (
+            emit_by_policy(joint, setting, SAVE_POLICIES[options.recompute or "none"])
+            if training
+            else emit(joint, setting)
+        )
+    if isinstance(setting.costs, MeasuredCosts):
+        setting.costs.save()
+    write_trials(setting.device)
+    log.info("%s", lowered.plan)
+    return Found(lowered)
+
+
+def prepare(
+    joint: JointGraph,
+    options: Options,
+    registered_syncs: Collection[Any],
+    workspaces: Mapping[str, int] | None = None,
+    training: bool = True,
+    microbatches: int = 1,
+    step: StepNeeds | None = None,
+    network: Network | None = None,
+) -> tuple[JointGraph, Setting]:
+    """Run the passes up to where the graph is cut: what every way of cutting it has in common.
+
+    Arguments as for :func:`_setting`.
+    """
+    setting = _setting(joint, options, registered_syncs, workspaces, training, microbatches, step, network)
+    return setting.run(joint, PassLevel.JOINT), setting
+
+
+def _setting(
+    joint: JointGraph,
+    options: Options,
+    registered_syncs: Collection[Any],
+    workspaces: Mapping[str, int] | None = None,
+    training: bool = True,
+    microbatches: int = 1,
+    step: StepNeeds | None = None,
+    network: Network | None = None,
+) -> Setting:
+    """What there is to know beside a captured graph.
+
+    Args:
+        joint: a captured graph; it is rewritten.
+        options: the user's.
+        registered_syncs: operators that the user declared to force a host sync.
+        workspaces: what operators and compiled stages have been seen to allocate for themselves, by name.
+        training: whether the graph has a backward.
+        microbatches: into how many a batch is split.
+        step: what else the step holds, where it makes several calls.
+        network: the links between all ranks, for which one plan is made; ``None``: each process plans for itself.
+    """
+    device = options.device or device_of(joint)
+    context = PassContext(
+        options=options,
+        device=device,
+        compiler=options.stage_compiler_for(device),
+        costs=cost_model(options.cost, device, options.device_name, network),
+        training=training,
+        registered_syncs=registered_syncs,
+        workspaces=workspaces,
+        microbatches=microbatches,
+        one_plan=network is not None,
+        dump=dump_folder(joint),
+    )
+    # Of the device itself, and for this process alone: other plans are the same wherever they are made.
+    is_own = options.device_name is None and network is None and microbatches == 1
+    histories = current_histories(device) if is_own else ()
+    return Setting(passes=edited_passes(options.passes), context=context, step=step, histories=histories)
+
+
+def _first_marking(passes: Sequence[Pass]) -> int:
+    """Position of the first pass that only marks nodes."""
+    return next((place for place, item in enumerate(passes) if item.name == FIRST_MARKING_PASS), len(passes))
+
+
+def bounded_in_bytes(joint: JointGraph, options: Options) -> bool:
+    """Whether the budget of a training graph is bytes, whatever its sizes."""
+    if isinstance(options.memory_budget, int) or options.rotor is not None:
+        return True
+    device = options.device or device_of(joint)
+    by_default = options.memory_budget is None and options.recompute is None and options.device_name is None
+    return by_default and device.type == "cuda"
+
+
+def asked_budget(joint: JointGraph, options: Options, device: torch.device) -> int | float | None:
+    """The budget to plan for; ``None``: as the option ``recompute`` says."""
+    if options.rotor is not None:
+        return options.rotor.limit
+    if options.memory_budget is not None:
+        return options.memory_budget
+    if options.recompute is None and options.device_name is None and device.type == "cuda":
+        return default_budget(device, expected_library_bytes(device))
+    forward = joint.in_phase(Phase.FORWARD)
+    if any(budget_of_region(node) is not None for node in forward):
+        return 1.0
+    if options.recompute != "full" and any(Mark.MUST_RECOMPUTE in node.meta for node in forward):
+        return 1.0  # regions are recomputed just in time, which is the planner's work
+    return None
+
+
+def _looking_in_tiles(joint: JointGraph, setting: Setting) -> Setting:
+    """The same for a graph whose plan tells, when it is asked, what plans in tiles reach."""
+    options = setting.options
+    if options.tiling == "never" or options.rotor is not None:
+        return setting
+    return dataclasses.replace(setting, read_in_tiles=functools.partial(plans_in_tiles, joint, setting))
+
+
+def _plan_file(joint: JointGraph, setting: Setting) -> PlanFile | None:
+    """Where the plan of a captured graph is cached; ``None`` if it is planned each time."""
+    options, context = setting.options, setting.context
+    budget = asked_budget(joint, options, setting.device)
+    customized = options.passes is not None or options.rotor is not None or not isinstance(setting.compiler, str)
+    if budget is None or customized or not context.training or setting.step is not None or options.cost != "roofline":
+        return None
+    return plan_file(
+        joint,
+        device=setting.device,
+        costs=setting.costs,
+        options=(options, budget, setting.share, setting.compiler),
+        registered_syncs=context.registered_syncs,
+        workspaces=context.workspaces or {},
+    )
+
+
+def _to_cache(lowered: Lowered, marks: Any) -> CachedPlan:
+    chosen, schedule = lowered.chosen, lowered.setting.context.schedule
+    assert isinstance(chosen, Chosen) and schedule is not None
+    return CachedPlan(
+        limit=chosen.limit,
+        peak=lowered.lasting_peak,
+        frontier=chosen.frontier,
+        sent=lowered.setting.sent,
+        room=lowered.setting.room,
+        shared=chosen.followed is not chosen.graph,
+        schedule=schedule_as_data(schedule),
+        marks=marks,
+    )
+
+
+def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowered:
+    """Emit a cached plan.
+
+    Args:
+        joint: a graph before the first pass that only marks nodes; it is marked.
+        setting: what else there is to know.
+        cached: the plan.
+
+    Raises:
+        ValueError: it does not fit the graph, or what is emitted does not peak where it should.
+        TypeError: it is no plan.
+        KeyError: it is no plan.
+    """
+    joint = mark_as_cached(joint, cached.marks)
+    # Copies are made as in planning: nodes that passes add to them are named by what else has been there.
+    whole = setting.knowing(everything_saved=True).run(joint.copy(), PassLevel.STAGED) if cached.shared else joint
+    copy = whole.copy()
+    schedule = schedule_from_data(cached.schedule, copy)
+
+    @functools.cache
+    def operations() -> OperationGraph:
+        return operations_of(setting.run(joint, PassLevel.STAGED), setting)
+
+    recalled = Recalled(cached.limit, cached.frontier, operations)
+    room = min(cached.room, host_room(setting.options.host_budget, on_paper=setting.options.device_name is not None))
+    looking = dataclasses.replace(_looking_in_tiles(joint, setting), sent=cached.sent, room=room)
+    lowered = emit(copy, looking.knowing(schedule=schedule), chosen=recalled)
+    if lowered.lasting_peak != cached.peak:
+        raise ValueError(f"its programs peak at {lowered.lasting_peak} bytes, not {cached.peak}")
+    if lowered.peak.bytes > cached.limit:
+        raise ValueError(f"with the blocks that the allocator has now, its programs peak at {lowered.peak.bytes} bytes")
+    log.info("%s", lowered.plan)
+    return lowered

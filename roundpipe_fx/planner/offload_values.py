@@ -1,0 +1,129 @@
+"""Offloading values: plans that fit a budget because what a device reads again later leaves for the host.
+
+A plan that saves much fits a small budget if enough leaves (:mod:`roundpipe_fx.schedules.choose_offloads`); one that
+saves little may fit without. Which is quicker depends on how much is recomputed and on how far the link keeps up. So
+the chain of segments is solved for several prices of a byte that the link carries
+(:mod:`roundpipe_fx.remat.options_on_host`), and the schedule of each is simulated, with the link::
+
+    price      1/64 ────── 1/16 ────── 1/4 ────── 1 ─────▶     × the seconds in which the link carries a byte
+    leaves     much                               little
+    step       3.4 s       3.1 s      2.9 s      3.2 s         next: the prices between 1/4 and its neighbours
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from roundpipe_fx.pipeline.host_memory import host_memory_of
+from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.planner.attempt import Attempt
+from roundpipe_fx.schedules import simulate_time
+from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
+from roundpipe_fx.schedules.offloads import offloads_at_distance
+
+__all__ = ["may_leave_unasked", "quickest_offloaded", "with_offloads"]
+
+_DISTANCES = (1, 2, 4)
+"""Numbers of actions beside which values are copied; without any, a device waits for each copy."""
+_STEP = 2.0
+_PRICES = (-2 * _STEP, -_STEP, 0.0)
+"""Prices that are tried first, as powers of two."""
+_ROUNDS = 3
+"""How often prices between the best one and its neighbours are tried."""
+_SHARES = (0.9, 0.8)
+"""Shares of the limit within which the chain is solved then, at a lower price: copies need room on the device."""
+
+
+def may_leave_unasked(attempt: Attempt, pipelining: Pipelining) -> bool:
+    """Whether values may leave for the host though the user has not asked for it, and have the time.
+
+    Args:
+        attempt: any, with nothing there.
+        pipelining: the user's.
+    """
+    if pipelining.offloaded:
+        return True
+    costs = attempt.pipeline.main.costs
+    if costs.host_bandwidth is None or not pipelining.sends_unasked:
+        return False
+    may_leave, _ = offloads_at_distance(attempt.timing.schedule, costs, {}, 0)
+    return bool(may_leave)
+
+
+def with_offloads(attempt: Attempt, limit: int) -> Attempt:
+    """An attempt with as much on the host as brings its devices within a limit; the quickest, or the nearest to it.
+
+    Args:
+        attempt: with nothing there.
+        limit: bytes per device.
+    """
+    if attempt.peak <= limit:
+        return attempt
+    tried = [_by_rule(attempt, OffloadRule(limit, distance)) for distance in _DISTANCES]
+    tried += [_by_rule(attempt, OffloadRule(limit, distance, in_time=True)) for distance in _DISTANCES[1:]]
+    if min(candidate.peak for candidate in tried) > limit:
+        tried.append(_by_rule(attempt, OffloadRule(limit, 0)))
+    return min(tried, key=lambda candidate: _cost(candidate, limit))
+
+
+def _by_rule(attempt: Attempt, rule: OffloadRule) -> Attempt:
+    timing, costs = attempt.timing, attempt.pipeline.main.costs
+    if timing.offloads:  # those that leave under any rule
+        timing = simulate_time(timing.schedule, timing.graph, costs)
+    offloads = offloads_within(timing, costs, {}, rule)
+    timing = simulate_time(timing.schedule, timing.graph, costs, offloads=offloads)
+    return dataclasses.replace(attempt, pipeline=dataclasses.replace(attempt.pipeline, offload=rule), timing=timing)
+
+
+def quickest_offloaded(
+    attempt_at: Callable[[float, int], Attempt], limit: int, pipelining: Pipelining, host_budget: int | None
+) -> list[Attempt]:
+    """Attempts with values on the host: at some prices of the link, and at prices around the best of them.
+
+    Args:
+        attempt_at: the attempt at a price and within bytes of a device as the chain counts them, with nothing on the
+            host. The price is a multiple of the seconds in which the link carries a byte.
+        limit: bytes per device.
+        pipelining: the user's.
+        host_budget: bytes of the host; ``None``: no limit.
+    """
+    attempts: dict[float, Attempt] = {}
+    sent: dict[int, Attempt] = {}
+
+    def attempt_with(power: float, share: float = 1.0) -> Attempt:
+        attempt = attempt_at(2.0**power, int(limit * share))
+        if id(attempt) not in sent:  # prices that differ often make the same choice
+            sent[id(attempt)] = with_offloads(attempt, limit)
+        return sent[id(attempt)]
+
+    def cost(power: float) -> tuple[int, int, float]:
+        attempt = attempts[power]
+        beyond, seconds = _cost(attempt, limit)
+        on_host = 0
+        if host_budget is not None:
+            needed = host_memory_of(attempt.pipeline, attempt.timing, pipelining).total
+            on_host = max(needed - host_budget, 0)
+        return beyond, on_host, seconds
+
+    for power in _PRICES:
+        attempts[power] = attempt_with(power)
+    for _ in range(_ROUNDS):
+        powers = sorted(attempts)
+        best = min(powers, key=cost)
+        place = powers.index(best)
+        lower = powers[place - 1] if place else best - 2 * _STEP
+        higher = powers[place + 1] if place + 1 < len(powers) else best + 2 * _STEP
+        for other in (lower, higher):
+            if attempts.get(other) is not attempts[best]:
+                between = (best + other) / 2
+                attempts[between] = attempt_with(between)
+    best = min(attempts, key=cost)
+    for share in _SHARES:
+        attempt_with(best - _STEP / 4, share)
+    return list(sent.values())
+
+
+def _cost(attempt: Attempt, limit: int) -> tuple[int, float]:
+    """What is compared: bytes beyond the limit, then seconds."""
+    return max(attempt.peak - limit, 0), attempt.timing.makespan

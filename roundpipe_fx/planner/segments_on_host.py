@@ -1,0 +1,112 @@
+"""Segments whose saved values may leave, as the planner sees them: what is on a device beside these values, and which
+of them have the time.
+
+What is there besides (weights, gradients) follows from a simulation: it is what a device holds while a stage runs with
+everything saved, less what the chain of segments counts for that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from roundpipe_fx.ir.segment import StageCut, backward_stages
+from roundpipe_fx.planner.runs import microbatches_in_flight
+from roundpipe_fx.remat.chain import SegmentChain
+from roundpipe_fx.remat.in_flight import SegmentRun
+from roundpipe_fx.remat.options_on_host import SegmentOnHost
+from roundpipe_fx.schedules import ActionKind, StepCosts, Timing
+from roundpipe_fx.schedules.offloads import offloads_at_distance
+from roundpipe_fx.schedules.schedule import NUMBER
+
+__all__ = ["segments_on_host"]
+
+_BESIDE = 1
+"""Number of actions beside which values are assumed to be copied."""
+
+
+def segments_on_host(
+    timing: Timing, costs: StepCosts, cuts: Sequence[StageCut], chain: SegmentChain, runs: Sequence[SegmentRun]
+) -> list[SegmentOnHost]:
+    """What there is to know of each segment.
+
+    Args:
+        timing: of the schedule, with nothing recomputed and nothing sent.
+        costs: of its stage actions.
+        cuts: the stages in the order in which they run; a segment's forward is in the first that has it, its backward
+            in the last.
+        chain: of one microbatch, whose first options save everything.
+        runs: of segments whose saved values lie on the same devices.
+    """
+    schedule = timing.schedule
+    back = backward_stages(cuts)
+    ahead = {segment: cut.index for cut in reversed(cuts) for segment in range(cut.first, cut.last + 1)}
+    sizes = {cut.index: cut.last - cut.first + 1 for cut in cuts}
+    last = max(back)
+    copied = _copied(timing, costs, [ahead[last], back[last]])
+    held = _held(timing)
+
+    @functools.cache
+    def in_flight(forward: int, backward: int) -> int:
+        devices = [d for d, order in enumerate(schedule.orders) if np.isin(order[:, 1], [forward, backward]).any()]
+        return microbatches_in_flight(timing, [forward, backward], devices)
+
+    flights = [in_flight(ahead[segment], back[segment]) for segment in sorted(back)]
+    counted: dict[tuple[bool, int], int] = {}
+    for run in runs:
+        before = 0
+        for segment in range(run.first, run.end):
+            stage, option = chain.stages[segment], chain.stages[segment].options[0]
+            saved = before + (flights[segment] - 1) * option.held
+            before += flights[segment] * option.held
+            for key, size in (
+                ((True, ahead[segment]), saved + option.forward + stage.resident_forward),
+                ((False, back[segment]), saved + option.backward + stage.resident),
+            ):
+                counted[key] = max(counted.get(key, 0), size)
+    besides = {key: held.get(key, 0) - size for key, size in counted.items()}
+    return [
+        SegmentOnHost(
+            in_flight=flights[segment],
+            may_leave=ahead[segment] in copied,
+            passing=(1 + _BESIDE) * max(sizes[ahead[segment]], sizes[back[segment]]),
+            copied=copied.get(ahead[segment], 0),
+            forward=besides[True, ahead[segment]],
+            backward=besides[False, back[segment]],
+        )
+        for segment in sorted(back)
+    ]
+
+
+def _copied(timing: Timing, costs: StepCosts, innermost: Sequence[int]) -> dict[int, int]:
+    """For each stage from which values may leave, how many microbatches' are copied while the innermost stages run.
+
+    Args:
+        timing: of the schedule.
+        costs: of its stage actions.
+        innermost: stages that run the forward and the backward of the last segment.
+    """
+    orders = timing.schedule.orders
+    may_leave, _ = offloads_at_distance(timing.schedule, costs, {}, _BESIDE)
+    copied: dict[int, dict[tuple[int, int], set[int]]] = {}
+    for offload in may_leave:
+        order = orders[offload.device]
+        if order[offload.leaves - 1, 0] != NUMBER[ActionKind.FORWARD]:
+            continue  # gradients on their way from slot to slot
+        beside = copied.setdefault(int(order[offload.leaves - 1, 1]), {})
+        for place in (*range(offload.leaves, offload.freed), *range(offload.reloads, offload.back)):
+            if order[place, 1] in innermost:
+                beside.setdefault((offload.device, place), set()).add(offload.microbatch)
+    return {stage: max(map(len, beside.values()), default=0) for stage, beside in copied.items()}
+
+
+def _held(timing: Timing) -> dict[tuple[bool, int], int]:
+    """Most bytes on a device, by whether a stage's forward runs or its backward, and by stage."""
+    most: dict[tuple[bool, int], int] = {}
+    for order, sizes in zip(timing.schedule.orders, timing.action_bytes, strict=True):
+        for (kind, stage, _), size in zip(order.tolist(), sizes.tolist(), strict=True):
+            key = kind == NUMBER[ActionKind.FORWARD], stage
+            most[key] = max(most.get(key, 0), size)
+    return most

@@ -1,0 +1,74 @@
+"""What plans in tiles reach, for the frontier of a plan: more and more tiles, down to the least peak.
+
+It goes the way that planning for ever smaller budgets goes, and emits nothing. Where tiles are taken wherever they pay,
+the tiles that the chain of segments finds best are among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from roundpipe_fx.analysis.tiling import TileRegions
+from roundpipe_fx.compiler.make_plan import planned_tiles
+from roundpipe_fx.compiler.operations import cut, operations_of, summed, tiled, uncut, with_gradients
+from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.console.progress import working
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.passes.entry import PassLevel
+from roundpipe_fx.planner.segments_in_tiles import tilings_by_segment
+from roundpipe_fx.planner.tiling import tile_down
+from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.choose import Chosen, Unmet, unmet_by
+from roundpipe_fx.remat.search import refine, search, spread
+from roundpipe_fx.remat.several_calls import search_for_step
+from roundpipe_fx.report.alternatives import Noted, PlansInTiles
+from roundpipe_fx.report.plan_text import tiles_text
+
+__all__ = ["plans_in_tiles"]
+
+_TILINGS = 8
+"""So many of the tiles that the chain of segments finds best are looked at, spread over all amounts of memory."""
+
+
+def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
+    """The plans on the frontiers of a graph in more and more tiles, the graph as it is among them.
+
+    Args:
+        joint: an annotated graph, cut or not; not changed.
+        setting: what else there is to know.
+    """
+    noted = Noted()
+    whole: list[float] = []
+    least: list[int] = []
+    anywhere = setting.options.tiling == "auto"
+    lowest = math.inf
+
+    def planned(graph: JointGraph, setting: Setting, budget: int | float = 0, limit: int | None = None) -> Unmet:
+        nonlocal lowest
+        staged = setting.run(cut(uncut(graph), setting), PassLevel.STAGED)
+        operations = operations_of(staged, setting)
+        operations = dataclasses.replace(operations, step=with_gradients(setting.step, staged))
+        blocks = Blocks(operations)
+        result = search(blocks) if operations.step is None else search_for_step(blocks)
+        candidates = refine(blocks, result, 0)
+        tiles = tiles_text(planned_tiles(staged))
+        whole.append(operations.seconds)
+        least.append(candidates[-1].peak.bytes)
+        for candidate in candidates:
+            if anywhere or candidate.peak.bytes < lowest:
+                seconds = candidate.seconds + (operations.seconds - whole[0])
+                noted.note(operations, candidate, (candidate.peak.bytes, seconds), tiles)
+        lowest = min(lowest, candidates[-1].peak.bytes)
+        points = tuple((item.peak.bytes, item.seconds) for item in candidates)
+        chosen = Chosen(candidate=candidates[-1], limit=0, graph=operations, frontier=points, followed=operations)
+        return unmet_by(chosen, chosen.candidate.peak.bytes)
+
+    with working("looking for plans in tiles"):
+        tile_down(joint, setting, planned)
+        if anywhere:
+            graph = summed(joint, setting)
+            tilings = tilings_by_segment(graph, TileRegions(graph).as_wide_as(0), least[0], setting)
+            for _, tiles in spread([*tilings], _TILINGS):
+                planned(tiled(graph, tiles, setting) if tiles else joint, setting)
+    return PlansInTiles(plans=noted.alternatives(), seconds=whole[0], anywhere=anywhere)

@@ -1,0 +1,146 @@
+"""The host as a second tier of an ordinary model: which plan is taken, and what it recomputes less."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import transformers
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+
+import roundpipe_fx
+from roundpipe_fx.planner.with_host import host_room, least_recomputed
+from roundpipe_fx.torch_private import offload_operators
+from tests import hugging_face
+
+has_operators = pytest.mark.skipif(
+    offload_operators() is None, reason="this PyTorch has no operators that copy to the host"
+)
+
+
+def _plans(limit: int, *peaks: int) -> list[Any]:
+    return [SimpleNamespace(limit=limit, candidate=SimpleNamespace(peak=SimpleNamespace(bytes=p))) for p in peaks]
+
+
+def _emitter(most: int) -> tuple[Any, list[tuple[int, int]]]:
+    """Plans from which so many bytes have the time to leave."""
+    emitted = []
+
+    def emit(chosen: Any, sent: int) -> Any:
+        emitted.append((chosen.candidate.peak.bytes, sent))
+        peak = chosen.candidate.peak.bytes - min(sent, most)
+        return SimpleNamespace(peak=SimpleNamespace(bytes=peak), sent=sent)
+
+    return emit, emitted
+
+
+def test_the_least_recomputation_that_fits_is_taken_with_about_as_much_on_the_host_as_it_needs() -> None:
+    emit, emitted = _emitter(300)
+    plans = _plans(1000, 1500, 1400, 1300, 1200, 1100)
+    lowered, chosen = least_recomputed(plans, emit, 10**6)
+    assert (chosen, lowered.peak.bytes, lowered.sent) == (plans[2], 1000, 1300 // 4)
+    assert len(emitted) == 5
+    emit, _ = _emitter(300)
+    plans = _plans(1000, 1500, 1400)
+    lowered, chosen = least_recomputed(plans, emit, 10**6)
+    assert (chosen, lowered.peak.bytes) == (plans[1], 1100)
+    emit, _ = _emitter(10**6)
+    plans = _plans(1000, 1500, 1200)
+    assert least_recomputed(plans, emit, 250)[1] is plans[1]  # the host has no room for more
+    plans = _plans(1000, 1500, 1200, 1400, 1100)  # the third may need more than the second
+    emit, _ = _emitter(300)
+    assert least_recomputed(plans, emit, 10**6)[1] is plans[1]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 2000)), min_size=1, max_size=6),
+    st.integers(1, 4000),
+    st.integers(0, 3000),
+)
+@example([(900, 100), (600, 0), (300, 200)], 3000, 500)
+def test_a_smaller_budget_has_no_higher_peak(values: list[tuple[int, int]], budget: int, less: int) -> None:
+    """Values leave one after another until so many bytes have left; of each value a part is away at the peak."""
+    peak = 4000
+
+    def emit(_: Any, sent: int) -> Any:
+        left = away = 0
+        for gone, back in values:
+            if left < sent:
+                left += gone + back
+                away += gone
+        return SimpleNamespace(peak=SimpleNamespace(bytes=max(peak - away, 0)))
+
+    for_budget, for_less = (
+        least_recomputed(_plans(limit, peak), emit, 10**6)[0].peak.bytes for limit in (budget, budget - less)
+    )
+    assert for_less <= for_budget
+
+
+def test_room_on_the_host() -> None:
+    assert host_room(None, on_paper=True) > 2**60
+    assert 0 < host_room(None, on_paper=False) < psutil.virtual_memory().total
+    assert host_room(100, on_paper=True) == 50
+    assert host_room(0, on_paper=False) == 0
+
+
+def _planned(model: nn.Module, budget: Any, **options: Any) -> Any:
+    tokens = torch.zeros(4, 1024, dtype=torch.long, device="meta")
+    return roundpipe_fx.plan(model, device="H100", memory_budget=budget, **options, input_ids=tokens, labels=tokens)
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        vocab_size=2048,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config)
+
+
+@has_operators
+@pytest.mark.long
+def test_less_is_recomputed_where_values_leave(llama: nn.Module) -> None:
+    found = []
+    for host in (None, 0):
+        whole = _planned(llama, 1.0, host_budget=host)
+        assert not whole.on_host and not whole.recompute_seconds
+        budget = whole.peak_bytes * 6 // 10
+        plan = _planned(llama, budget, host_budget=host)
+        assert plan.peak_bytes <= budget
+        found.append(plan)
+    with_host, without = found
+    assert with_host.host_bytes > 0 and not without.on_host
+    assert with_host.recompute_seconds < 0.7 * without.recompute_seconds
+    assert "and on the host" in str(with_host)
+    little = _planned(llama, budget, host_budget=with_host.host_bytes)
+    assert 0 < little.host_bytes <= with_host.host_bytes // 2
+    assert not _planned(llama, budget, host_budget=2).on_host  # no value is so small
+    assert with_host.recompute_seconds < little.recompute_seconds < without.recompute_seconds
+
+
+@has_operators
+@pytest.mark.long
+def test_the_least_budget_can_be_met() -> None:
+    with torch.device("meta"):
+        model = hugging_face.llama()
+    for tiling in ("never", None):
+        with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
+            _planned(model, 1, tiling=tiling)
+        assert _planned(model, refused.value.minimum, tiling=tiling).peak_bytes <= refused.value.minimum
+
+
+def test_of_a_model_on_the_cpu_nothing_leaves() -> None:
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.randn(512, 64)
+    plan = roundpipe_fx.compile(model, memory_budget=0.3, host_budget="1GiB").trace(x)
+    assert not plan.on_host
+    assert plan.recompute_seconds == roundpipe_fx.compile(model, memory_budget=0.3).trace(x).recompute_seconds
