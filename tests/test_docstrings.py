@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import roundpipe_fx
+from roundpipe_fx.compat import rotor
 
 
 def _public() -> Iterator[Any]:
-    for name in roundpipe_fx.__all__:
-        member = getattr(roundpipe_fx, name)
+    members = {name: getattr(package, name) for package in (roundpipe_fx, rotor) for name in package.__all__}
+    for name, member in members.items():
         yield pytest.param(member, id=name)
         if not inspect.isclass(member):
             continue
