@@ -34,7 +34,8 @@ def test_docstring_is_complete(member: Any) -> None:
     text = inspect.getdoc(member)
     assert text, "has no docstring"
     if inspect.isclass(member):
-        assert not _undescribed(_fields(member), text + (inspect.getdoc(member.__init__) or ""))
+        records = [base.__doc__ or "" for base in member.__mro__ if dataclasses.is_dataclass(base)]
+        assert not _undescribed(_fields(member), "\n".join([text, *records, inspect.getdoc(member.__init__) or ""]))
     elif not isinstance(member, property):
         signature = inspect.signature(member)
         assert not _undescribed(
