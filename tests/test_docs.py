@@ -66,7 +66,7 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_the_reference_has_every_public_name() -> None:
     named = re.findall(r"^::: roundpipe_fx\.([\w.]+)$", (DOCS / "reference.md").read_text(), re.M)
     of_rotor = [f"compat.rotor.{name}" for name in rotor.__all__]
-    assert sorted(named) == sorted([*roundpipe_fx.__all__, "ir.plan.Decisions", *of_rotor])
+    assert sorted(named) == sorted([*roundpipe_fx.__all__, "ir.decisions.Decisions", *of_rotor])
 
 
 def test_the_page_of_benchmarks_is_that_of_the_stored_results() -> None:

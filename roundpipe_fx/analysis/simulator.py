@@ -25,8 +25,8 @@ from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.analysis.liveness import levels_of, peak_of
 from roundpipe_fx.analysis.program_events import Course
 from roundpipe_fx.analysis.step_of_calls import Footprint, footprint_of
+from roundpipe_fx.ir.decisions import LiveValue, PeakMoment
 from roundpipe_fx.ir.joint_graph import module_path, tensor_values
-from roundpipe_fx.ir.plan import LiveValue, PeakMoment
 from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.torch_private import module_path_text
 

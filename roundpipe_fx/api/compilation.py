@@ -23,7 +23,6 @@ from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.api.first_plan_of_parts import lower_as_one_of
 from roundpipe_fx.api.learned import Learned
-from roundpipe_fx.api.undisturbed import undisturbed
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.codegen import Program, seen_by_autograd
 from roundpipe_fx.compiler.emit import device_of
@@ -143,7 +142,6 @@ class _Compilation:
         log.info("%s", plan)
         self.on_plan(plan)
 
-    @undisturbed
     def _for_sizes(
         self,
         view: JointGraph,
@@ -306,7 +304,7 @@ class _Compilation:
         joint = self._view(module, len(outputs))  # type: ignore[arg-type]
         if self.pipelining is not None:
             with torch_private.without_modes():
-                pipeline = undisturbed(lower_pipeline)(
+                pipeline = lower_pipeline(
                     joint,
                     self.options,
                     self.pipelining,
@@ -318,7 +316,7 @@ class _Compilation:
             self._tell(plan_of_pipeline, graph)
             return pipelined(graph, [])
         with torch_private.without_modes():
-            lowered = undisturbed(lower)(joint, self.options, self.registered_syncs, training=False)
+            lowered = lower(joint, self.options, self.registered_syncs, training=False)
         self._tell(plan_of, lowered)
         run = self._load(lowered, lowered.forward)
         noted = self._noted(lowered, ())

@@ -23,9 +23,9 @@ from roundpipe_fx.analysis.step_of_calls import Footprint
 from roundpipe_fx.codegen import Program, StageModule
 from roundpipe_fx.compiler.plan_cache import Recalled
 from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.ir.decisions import PeakMoment
 from roundpipe_fx.ir.joint_graph import JointGraph, Phase, tensor_values
 from roundpipe_fx.ir.options import StageCompiler
-from roundpipe_fx.ir.plan import PeakMoment
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.remat.choose import Chosen
 

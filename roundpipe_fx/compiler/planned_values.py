@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from roundpipe_fx.ir.decisions import PlannedTiles, PlannedValue
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
     Mark,
@@ -19,7 +20,6 @@ from roundpipe_fx.ir.joint_graph import (
     module_path,
     tensor_values,
 )
-from roundpipe_fx.ir.plan import PlannedTiles, PlannedValue
 from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.ir.text import type_text
 from roundpipe_fx.ir.tile_loop import TileLoop

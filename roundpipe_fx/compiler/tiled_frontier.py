@@ -19,13 +19,13 @@ from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.tiling import Needs, TilingSteps, UnmetError, tile_down
 from roundpipe_fx.console.progress import working
-from roundpipe_fx.ir.alternatives import PlansInTiles
+from roundpipe_fx.ir.alternative_plans import PlansInTiles
+from roundpipe_fx.ir.decisions import tiles_text
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.ir.plan import tiles_text
 from roundpipe_fx.passes.entry import PassLevel
-from roundpipe_fx.remat.alternatives import Noted
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.choose import Chosen
+from roundpipe_fx.remat.frontier_plans import Noted
 from roundpipe_fx.remat.search import refine, search, spread
 from roundpipe_fx.remat.several_calls import search_for_step
 

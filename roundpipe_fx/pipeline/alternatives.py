@@ -12,7 +12,7 @@ import numpy as np
 from torch import fx
 
 from roundpipe_fx.compiler.alternative_values import alternative_value, recomputed_nodes, saved_nodes
-from roundpipe_fx.ir.alternatives import Alternative, Alternatives, AlternativeValue
+from roundpipe_fx.ir.alternative_plans import Alternative, Alternatives, AlternativeValue
 from roundpipe_fx.pipeline.attempt import Attempt
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.steps import steps_of

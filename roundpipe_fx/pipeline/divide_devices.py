@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
-from roundpipe_fx.ir.plan import PlannedDivision
+from roundpipe_fx.ir.decisions import PlannedDivision
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.settings import Pipelining, Undivided
 from roundpipe_fx.pipeline.step_bound import Division, StepBounds

@@ -12,9 +12,9 @@ from torch import fx
 
 from roundpipe_fx.codegen import StageModule, moved
 from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.ir.decisions import Decisions
 from roundpipe_fx.ir.joint_graph import Mark, is_sum, is_tensor, viewed
 from roundpipe_fx.ir.options import StageCompiler
-from roundpipe_fx.ir.plan import Decisions
 from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.pipeline.host_memory import HostMemory, check_host_memory, host_budget_beside
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant

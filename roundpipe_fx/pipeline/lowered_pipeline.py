@@ -11,9 +11,9 @@ from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.ir.alternatives import Alternatives
+from roundpipe_fx.ir.alternative_plans import Alternatives
+from roundpipe_fx.ir.decisions import PlannedDivision
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.ir.plan import PlannedDivision
 from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.same_segments import OperationKey
 from roundpipe_fx.pipeline.settings import Pipelining

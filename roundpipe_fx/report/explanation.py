@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from roundpipe_fx.ir.plan import LISTS, Decisions, PlannedTiles, PlannedValue
+from roundpipe_fx.ir.decisions import LISTS, Decisions, PlannedTiles, PlannedValue
 from roundpipe_fx.report.plan_text import tiles_explained, value_explained
 
 __all__ = ["explained"]

@@ -31,8 +31,8 @@ from roundpipe_fx.compiler.planned_values import (
     planned_tiles,
     planned_values,
 )
+from roundpipe_fx.ir.decisions import PlannedStage
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values
-from roundpipe_fx.ir.plan import PlannedStage
 from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.report.emitted_lines import emitted_lines
 from roundpipe_fx.report.plan import Plan

@@ -6,8 +6,8 @@ import dataclasses
 from collections import Counter
 
 from roundpipe_fx.ir.collectives import is_collective
+from roundpipe_fx.ir.decisions import OffloadedValue, PlannedMesh, PlannedPipeline
 from roundpipe_fx.ir.joint_graph import Mark, Phase, viewed
-from roundpipe_fx.ir.plan import OffloadedValue, PlannedMesh, PlannedPipeline
 from roundpipe_fx.pipeline.graph import PipelinedGraph
 from roundpipe_fx.pipeline.host_memory import host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline

@@ -13,10 +13,10 @@ from typing import Any
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.codegen import Program, StageModule, program_text, stage_text
-from roundpipe_fx.ir.alternatives import Alternatives, PlansInTiles, joined
-from roundpipe_fx.ir.plan import Decisions, tiles_text
-from roundpipe_fx.remat.alternatives import alternatives_of
+from roundpipe_fx.ir.alternative_plans import Alternatives, PlansInTiles, joined
+from roundpipe_fx.ir.decisions import Decisions, tiles_text
 from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.frontier_plans import alternatives_of
 from roundpipe_fx.remat.search import search
 from roundpipe_fx.report.divisions import division_lines
 from roundpipe_fx.report.explanation import explained
@@ -41,7 +41,7 @@ class Plan(Decisions):
     """All decisions of one compilation. ``print(plan)`` sums them up, :meth:`details` lists them by stage, and
     :meth:`write` writes the emitted code.
 
-    What was decided are the attributes of :class:`roundpipe_fx.ir.plan.Decisions`. In addition there are
+    What was decided are the attributes of :class:`roundpipe_fx.ir.decisions.Decisions`. In addition there are
 
     Attributes:
         modules: the emitted stage modules.

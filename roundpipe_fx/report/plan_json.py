@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from roundpipe_fx.ir.plan import (
+from roundpipe_fx.ir.decisions import (
     LISTS,
     Decisions,
     GatheredStage,

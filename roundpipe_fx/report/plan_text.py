@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from roundpipe_fx.budget import bytes_text
-from roundpipe_fx.ir.plan import (
+from roundpipe_fx.ir.decisions import (
     Decisions,
     PeakMoment,
     PlannedPipeline,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from roundpipe_fx.budget import bytes_text
-from roundpipe_fx.ir.plan import Decisions, LiveValue, PlannedStage, PlannedValue
+from roundpipe_fx.ir.decisions import Decisions, LiveValue, PlannedStage, PlannedValue
 from roundpipe_fx.report.divisions import division_lines
 from roundpipe_fx.report.plan_text import header_lines
 

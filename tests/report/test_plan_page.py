@@ -18,7 +18,7 @@ from torch import nn
 import roundpipe_fx
 from roundpipe_fx.analysis.memory_timeline import Lifetime, MemoryTimeline, Moment
 from roundpipe_fx.budget import bytes_text
-from roundpipe_fx.ir.plan import PlannedValue
+from roundpipe_fx.ir.decisions import PlannedValue
 from roundpipe_fx.report import plan_page
 from roundpipe_fx.report.plan_details import EmittedStep, PlanDetails
 from roundpipe_fx.report.timeline import Bar, Timeline

@@ -13,7 +13,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.budget import bytes_text
-from roundpipe_fx.ir.plan import (
+from roundpipe_fx.ir.decisions import (
     GatheredStage,
     LiveValue,
     PlannedDivision,

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from roundpipe_fx.analysis.operations import OperationGraph
-from roundpipe_fx.ir.alternatives import Alternative, Alternatives, AlternativeValue
+from roundpipe_fx.ir.alternative_plans import Alternative, Alternatives, AlternativeValue
 from roundpipe_fx.ir.joint_graph import module_path
 from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.remat.blocks import Blocks
