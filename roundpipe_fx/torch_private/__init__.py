@@ -14,7 +14,6 @@ from roundpipe_fx.torch_private.aot import *
 from roundpipe_fx.torch_private.autograd import *
 from roundpipe_fx.torch_private.compiling import *
 from roundpipe_fx.torch_private.data_parallel import *
-from roundpipe_fx.torch_private.distributed_tensors import *
 from roundpipe_fx.torch_private.dynamo import *
 from roundpipe_fx.torch_private.flags import *
 from roundpipe_fx.torch_private.forks import *
@@ -25,12 +24,11 @@ from roundpipe_fx.torch_private.norms import *
 from roundpipe_fx.torch_private.offloading import *
 from roundpipe_fx.torch_private.optimizers import *
 from roundpipe_fx.torch_private.packed_tracing import *
-from roundpipe_fx.torch_private.pipelining import *
-from roundpipe_fx.torch_private.process_groups import *
 from roundpipe_fx.torch_private.random_branches import *
 from roundpipe_fx.torch_private.recurrence import *
 from roundpipe_fx.torch_private.rng import *
 from roundpipe_fx.torch_private.sizes import *
+from roundpipe_fx.torch_private.torch_distributed import *
 from roundpipe_fx.torch_private.tracing_retries import *
 from roundpipe_fx.torch_private.trees import *
 from roundpipe_fx.torch_private.users_exceptions import *
