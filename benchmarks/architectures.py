@@ -30,7 +30,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import roundpipe_fx
 from benchmarks.side_by_side import report
 from benchmarks.small_models import TASKS, architectures, small_batch, small_model
-from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
+from roundpipe_fx.ir.resolved_branches import keep_resolved_random_branches
 from roundpipe_fx.torch_private import dynamo_flags
 
 WAYS: dict[str, dict[str, Any]] = {

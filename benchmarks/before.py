@@ -76,10 +76,12 @@ def _row(before: Callable[..., Any], now: Callable[..., Any], model: str, way: s
 
 def _extract(commit: str, folder: Path) -> None:
     """The package as it was at a commit, with its passes where they are imported from."""
-    archive = folder / "package.zip"
-    _git("archive", "--format=zip", "-o", str(archive), commit, "roundpipe_fx", "passes")
+    archive = folder / "package.tar"
+    _git("archive", "--format=tar", "-o", str(archive), commit, "roundpipe_fx", "passes")
     shutil.unpack_archive(archive, folder)
-    (folder / "roundpipe_fx" / "passes").symlink_to(folder / "passes")
+    passes = folder / "roundpipe_fx" / "passes"
+    if not passes.exists():  # commits before the link
+        passes.symlink_to(folder / "passes")
 
 
 def _git(*arguments: str) -> str:

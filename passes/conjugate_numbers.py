@@ -1,4 +1,4 @@
-"""conjugate_numbers: the conjugate of a number is a number.
+"""conjugate_numbers: the conjugate of a complex number is a number, not a tensor.
 
 The gradient of a product with a complex number is one with its conjugate, which autograd computes as a tensor that
 kernels copy before they use it.

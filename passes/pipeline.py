@@ -172,7 +172,7 @@ _PASSES = (
     Pass(
         "conjugate_numbers",
         lambda joint, _: fold_conjugate_numbers(joint),
-        about="the conjugate of a real number is the number",
+        about="the conjugate of a complex number is a number, not a tensor that kernels copy",
     ),
     Pass(
         "resolved_random_branches",
@@ -341,7 +341,7 @@ _PASSES = (
     ),
     Pass(
         "rounds",
-        lambda joint, context: _with_cuts(cut_rounds(joint, context.rounds)),
+        lambda joint, context: _slots(joint, context),
         level=PassLevel.SEGMENTED,
         when=_rounds,
         about="forward and backward are cut into slots independently of each other",
@@ -357,7 +357,7 @@ _PASSES = (
     ),
     Pass(
         "apply_remat_schedule",
-        lambda joint, context: apply_remat_schedule(joint, context.schedule, context.costs),
+        lambda joint, context: _recompute(joint, context),
         level=PassLevel.PLANNED,
         when=_recomputed,
         about="recomputation, as decided by the planner or a save policy, becomes explicit nodes",
@@ -451,6 +451,16 @@ def _stages_as_asked(joint: JointGraph, context: PassContext) -> JointGraph:
         positions = _named_positions(joint, context.options)
         return _with_cuts(stages_at_positions(joint, joint.segments, positions))
     return _with_cuts(cut_stages(joint, joint.segments, context.options.stages, context.costs.transfer_seconds))
+
+
+def _slots(joint: JointGraph, context: PassContext) -> JointGraph:
+    assert context.rounds is not None
+    return _with_cuts(cut_rounds(joint, context.rounds))
+
+
+def _recompute(joint: JointGraph, context: PassContext) -> JointGraph:
+    assert context.schedule is not None
+    return apply_remat_schedule(joint, context.schedule, context.costs)
 
 
 def body_costs(context: PassContext) -> BodyCosts:

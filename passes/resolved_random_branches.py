@@ -9,7 +9,7 @@ their graph breaks at each layer.
 from __future__ import annotations
 
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.ir.random_branches import RESOLVED_RANDOM_BRANCH
+from roundpipe_fx.ir.resolved_branches import RESOLVED_RANDOM_BRANCH
 
 __all__ = ["release_resolved_random_branches"]
 

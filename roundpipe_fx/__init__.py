@@ -22,8 +22,6 @@ from roundpipe_fx.compat.checkpointing import (
     is_recomputing,
     save_for_recompute,
 )
-from roundpipe_fx.compat.rotor import Backward, Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence
-from roundpipe_fx.compat.rotor.checkpointable import Checkpointable
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
 from roundpipe_fx.frontend.graph_breaks import GraphBreakWarning
 from roundpipe_fx.ir.joint_graph import JointGraph
@@ -41,19 +39,12 @@ from roundpipe_fx.schedules import Action, InvalidScheduleError, Schedule
 
 __all__ = [
     "Action",
-    "Backward",
-    "Chain",
-    "Checkpointable",
     "CompiledModule",
-    "ForwardCheck",
-    "ForwardEnable",
-    "ForwardNograd",
     "GraphBreakWarning",
     "HostMemoryError",
     "InfeasibleBudgetError",
     "InvalidScheduleError",
     "JointGraph",
-    "Loss",
     "Network",
     "OptimizerCtx",
     "Pass",
@@ -63,7 +54,6 @@ __all__ = [
     "RanksDifferError",
     "RemoteError",
     "Schedule",
-    "Sequence",
     "StepBudgetWarning",
     "Timeline",
     "checkpoint",

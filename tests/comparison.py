@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import roundpipe_fx
-from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
+from roundpipe_fx.ir.resolved_branches import keep_resolved_random_branches
 from roundpipe_fx.torch_private import dynamo_flags
 
 

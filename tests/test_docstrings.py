@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import roundpipe_fx
+from roundpipe_fx.compat import rotor
 
 
 def _public() -> Iterator[Any]:
-    for name in roundpipe_fx.__all__:
-        member = getattr(roundpipe_fx, name)
+    members = {name: getattr(package, name) for package in (roundpipe_fx, rotor) for name in package.__all__}
+    for name, member in members.items():
         yield pytest.param(member, id=name)
         if not inspect.isclass(member):
             continue
@@ -33,7 +34,8 @@ def test_docstring_is_complete(member: Any) -> None:
     text = inspect.getdoc(member)
     assert text, "has no docstring"
     if inspect.isclass(member):
-        assert not _undescribed(_fields(member), text + (inspect.getdoc(member.__init__) or ""))
+        records = [base.__doc__ or "" for base in member.__mro__ if dataclasses.is_dataclass(base)]
+        assert not _undescribed(_fields(member), "\n".join([text, *records, inspect.getdoc(member.__init__) or ""]))
     elif not isinstance(member, property):
         signature = inspect.signature(member)
         assert not _undescribed(

@@ -6,8 +6,13 @@ The order is written down here, and nowhere else.
 from __future__ import annotations
 
 import ast
+import os
+import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -27,11 +32,11 @@ LAYERS = (
     "passes",
     "remat",
     "runtime",
-    "report",
     "compiler",
     "distributed",
     "pipeline",
     "planner",
+    "report",
     "api",
     "compat",
     "command_line",
@@ -147,6 +152,12 @@ def test_what_is_forbidden(module: str, imported: str) -> None:
     assert not forbidden("passes.pipeline", "passes.rng")
 
 
+def test_no_files_import_each_other() -> None:
+    """Not even for type checking. The sorter names a circle."""
+    imported = {name: {*imports(path.read_text(), set(MODULES))} - {name} for name, path in MODULES.items()}
+    assert len([*TopologicalSorter(imported).static_order()]) == len(MODULES)
+
+
 def test_few_modules_lie_at_the_top() -> None:
     assert len(list(ROOT.glob("roundpipe_fx/*.py"))) <= MODULES_AT_THE_TOP
 
@@ -164,3 +175,16 @@ def test_every_folder_is_packaged() -> None:
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("roundpipe_fx/**/__init__.py")}
     assert set(packages) == folders | {"roundpipe_fx.passes"}
+
+
+def test_a_checkout_on_the_path_has_its_own_passes(tmp_path: Path) -> None:
+    """They lie beside the package, which has a link to them; another checkout may be installed."""
+    for folder in ("roundpipe_fx", "passes"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "roundpipe_fx" / "__init__.py").write_text("")  # imports all of the package
+    code = "import roundpipe_fx.passes as passes, os; print(os.path.realpath(passes.__file__))"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+    )
+    assert Path(done.stdout.strip()) == (tmp_path / "passes" / "__init__.py").resolve()

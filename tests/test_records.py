@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import roundpipe_fx
-from roundpipe_fx import passes
 
 ROOT = Path(__file__).parent.parent
 MOST = 5
@@ -34,11 +33,7 @@ OF_PYTORCH = {"ProfilerConfig"}
 
 
 def _records() -> Iterator[type]:
-    modules = [
-        *pkgutil.walk_packages(roundpipe_fx.__path__, "roundpipe_fx."),
-        *pkgutil.walk_packages(passes.__path__, "roundpipe_fx.passes."),  # its folder is elsewhere
-    ]
-    for module in modules:
+    for module in pkgutil.walk_packages(roundpipe_fx.__path__, "roundpipe_fx."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == module.name:
                 yield value

@@ -18,7 +18,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from benchmarks.fuzz.program import Program
 from benchmarks.fuzz.steps import Left, differences, loss_of, take_step
-from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
+from roundpipe_fx.ir.resolved_branches import keep_resolved_random_branches
 from roundpipe_fx.torch_private import dynamo_flags, spell_out_lstm
 
 __all__ = ["References", "Skip", "WithLoss", "module_of"]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -26,13 +25,12 @@ from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.analysis.liveness import levels_of, peak_of
 from roundpipe_fx.analysis.program_events import Course
 from roundpipe_fx.analysis.step_of_calls import Footprint, footprint_of
+from roundpipe_fx.ir.decisions import LiveValue, PeakMoment
 from roundpipe_fx.ir.joint_graph import module_path, tensor_values
 from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.torch_private import module_path_text
 
 __all__ = [
-    "LiveValue",
-    "PeakMoment",
     "allocation_granularity",
     "footprint_of_course",
     "levels_of_course",
@@ -47,46 +45,6 @@ _FIRST_INPUT = -3
 def allocation_granularity(device: torch.device) -> int:
     """Bytes that a device's allocator rounds sizes up to: 512 for CUDA's caching allocator, 1 on the CPU."""
     return ROUNDED_TO if device.type == "cuda" else 1
-
-
-@dataclass(frozen=True)
-class LiveValue:
-    """A value that is alive at the peak.
-
-    Attributes:
-        name: name in the emitted code.
-        module: path of the user's module that computed it.
-        bytes: bytes of its storage.
-        gradient: whether it is a gradient that the backward returns, of a parameter or an input.
-        line: file and line of the user's program that computes a value outside of all modules, as ``loss.py:12``.
-    """
-
-    name: str
-    module: str
-    bytes: int
-    gradient: bool = False
-    line: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeakMoment:
-    """The peak of a step.
-
-    Attributes:
-        bytes: bytes allocated at the peak.
-        call: the stage module that runs at the peak.
-        value: the value that is being computed.
-        module: path of the user's module that it belongs to.
-        live: the values alive at the peak, largest first.
-        line: file and line of the user's program that computes the value, as ``model.py:12``; empty if unknown.
-    """
-
-    bytes: int
-    call: str
-    value: str
-    module: str
-    live: tuple[LiveValue, ...]
-    line: str = ""
 
 
 def worst_history(course: Course, histories: Sequence[History], owners: Collection[int] = ()) -> History:

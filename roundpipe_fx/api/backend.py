@@ -16,9 +16,9 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.sync_ops import registered_sync_ops
 from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, within_the_rest
 from roundpipe_fx.api.compilation import compile_graph
+from roundpipe_fx.api.frozen_objects import old_objects_frozen
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.plans_of_modules import note_plan, noting_models
-from roundpipe_fx.api.undisturbed import old_objects_frozen
 from roundpipe_fx.budget import parse_budget
 from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.frontend.graph_breaks import around_compilations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -22,7 +23,6 @@ from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.api.first_plan_of_parts import lower_as_one_of
 from roundpipe_fx.api.learned import Learned
-from roundpipe_fx.api.undisturbed import undisturbed
 from roundpipe_fx.budget import Found, Infeasible, Result, plan_or_error
 from roundpipe_fx.codegen import Program, seen_by_autograd
 from roundpipe_fx.compiler.emit import device_of
@@ -36,11 +36,13 @@ from roundpipe_fx.frontend.size_range import lower_for_sizes
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.distributed import place_gradients
-from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph, plan_of_pipeline
+from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState
 from roundpipe_fx.planner.lower import asked_budget, bounded_in_bytes, lower
 from roundpipe_fx.planner.lower_pipeline import lower_pipeline
+from roundpipe_fx.report.make_plan import plan_of
+from roundpipe_fx.report.pipeline_plan import plan_of_pipeline
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.bridge import observed, pipelined
 from roundpipe_fx.runtime.executor import load_program
@@ -54,6 +56,8 @@ from roundpipe_fx.runtime.step_calls import NotedGraph
 from roundpipe_fx.torch_private import UserLine
 
 __all__ = ["compile_graph"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -94,7 +98,7 @@ class _Compilation:
         if self.pipelining is not None:
             return self._partition_for_pipeline(view, self.differentiated, self.pipelining)
         self.lowered = plan_or_error(self._for_sizes(view, self._lower, lambda lowered: lowered))
-        self.on_plan(self.lowered.plan)
+        self._tell(plan_of, self.lowered)
         assert self.lowered.backward is not None
         self.noted = self._noted(self.lowered, self.differentiated)
         return self.lowered.forward.module, self.lowered.backward.module
@@ -132,7 +136,12 @@ class _Compilation:
             training=training,
         )
 
-    @undisturbed
+    def _tell(self, read_plan: Callable[[T], Plan], finished: T) -> None:
+        with torch_private.without_modes():
+            plan = read_plan(finished)
+        log.info("%s", plan)
+        self.on_plan(plan)
+
     def _for_sizes(
         self,
         view: JointGraph,
@@ -154,7 +163,7 @@ class _Compilation:
         seen = Seen(self._see_size, self.learned.see_workspace) if pipeline.budget is not None else None
         self.graph = pipelined_graph(pipeline, differentiated, pipelining.loss_reduction, seen)
         self.lowered = pipeline.main.lowered
-        self.on_plan(plan_of_pipeline(self.graph))
+        self._tell(plan_of_pipeline, self.graph)
         assert self.lowered.backward is not None
         return self.lowered.forward.module, seen_by_autograd(self.lowered.backward)
 
@@ -293,7 +302,7 @@ class _Compilation:
         joint = self._view(module, len(outputs))  # type: ignore[arg-type]
         if self.pipelining is not None:
             with torch_private.without_modes():
-                pipeline = undisturbed(lower_pipeline)(
+                pipeline = lower_pipeline(
                     joint,
                     self.options,
                     self.pipelining,
@@ -302,11 +311,11 @@ class _Compilation:
                     like=self.compile_state.structure,
                 )
             graph = pipelined_graph(plan_or_error(pipeline), [], self.pipelining.loss_reduction)
-            self.on_plan(plan_of_pipeline(graph))
+            self._tell(plan_of_pipeline, graph)
             return pipelined(graph, [])
         with torch_private.without_modes():
-            lowered = plan_or_error(undisturbed(lower)(joint, self.options, self.registered_syncs, training=False))
-        self.on_plan(lowered.plan)
+            lowered = plan_or_error(lower(joint, self.options, self.registered_syncs, training=False))
+        self._tell(plan_of, lowered)
         run = self._load(lowered, lowered.forward)
         noted = self._noted(lowered, ())
         return observed(run if noted is None else self.learned.calls.forward(run, noted))

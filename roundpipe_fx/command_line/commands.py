@@ -174,7 +174,9 @@ def compare(asked: argparse.Namespace) -> tuple[str, Any]:
     data: dict[str, list[Any]] = {key: [of(planned) for planned in plans] for _, key, of, _ in figures}
     texts = [f"{name:<16}{show(data[key][0]):>14}{show(data[key][1]):>14}" for name, key, _, show in figures]
     if asked.html is not None:
-        asked.html.write_text(page_of_plans(plans, list(map(str, asked.plans))), encoding="utf-8")
+        asked.html.write_text(
+            page_of_plans([plan.to_json() for plan in plans], list(map(str, asked.plans))), encoding="utf-8"
+        )
     kept = [{value.name: value for stage in planned.stages for value in stage.saved} for planned in plans]
     data["saved_alone"] = []
     for index, path in enumerate(asked.plans):

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from torch import fx
 
 from roundpipe_fx.compiler.planned_values import allocating, storage_bytes
+from roundpipe_fx.ir.alternative_plans import AlternativeValue
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor, module_path, saved_values
 from roundpipe_fx.ir.source import line_of
-from roundpipe_fx.report.alternatives import AlternativeValue
 from roundpipe_fx.torch_private import module_path_text
 
 __all__ = ["alternative_value", "recomputed_nodes", "saved_nodes"]

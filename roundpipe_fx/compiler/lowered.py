@@ -1,4 +1,4 @@
-"""A joint graph that was lowered to programs, and what is derived from them: the plan, its peak, a call's footprint."""
+"""A joint graph that was lowered to programs, and what is derived from them: its peak, a call's footprint."""
 
 from __future__ import annotations
 
@@ -12,30 +12,24 @@ from torch import fx
 
 from roundpipe_fx.analysis.allocator_histories import histories_of
 from roundpipe_fx.analysis.caching_allocator import CachingAllocator, History
-from roundpipe_fx.analysis.memory_timeline import memory_timeline
 from roundpipe_fx.analysis.outside_loss import returned_view_bytes
 from roundpipe_fx.analysis.program_events import Course, course_of
 from roundpipe_fx.analysis.simulator import (
-    PeakMoment,
     allocation_granularity,
     footprint_of_course,
     peak_of_course,
-    worst_history,
 )
 from roundpipe_fx.analysis.step_of_calls import Footprint
-from roundpipe_fx.codegen import Program, StageModule, own_nodes
-from roundpipe_fx.compiler.make_plan import make_plan
+from roundpipe_fx.codegen import Program, StageModule
 from roundpipe_fx.compiler.plan_cache import Recalled
 from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.ir.decisions import PeakMoment
 from roundpipe_fx.ir.joint_graph import JointGraph, Phase, tensor_values
 from roundpipe_fx.ir.options import StageCompiler
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.remat.choose import Chosen
-from roundpipe_fx.report.emitted_lines import emitted_lines
-from roundpipe_fx.report.plan import Plan
-from roundpipe_fx.report.plan_details import EmittedStep
 
-__all__ = ["Lowered"]
+__all__ = ["Lowered", "course_of_programs", "trained_inputs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,38 +101,8 @@ class Lowered:
         return frozenset(place for place, node in enumerate(self.forward.inputs) if node in self.joint.parameters)
 
     @functools.cached_property
-    def plan(self) -> Plan:
-        """The report of all decisions, which nothing but reports reads. It is made on first access, since most graphs
-        that are lowered are only tried."""
-        joint, setting = self.joint, self.setting
-        return make_plan(
-            joint,
-            modules=self.modules,
-            forward=self.forward,
-            backward=self.backward,
-            recompute=setting.options.recompute or "none",
-            peak=self.peak,
-            chosen=self.chosen,
-            beyond_plan=setting.beyond_plan,
-            on_host=tuple(copy.value for copy in setting.context.host_copies),
-            alive=setting.step.alive if setting.step is not None else 1,
-            # Of what is needed for it, so that the plan does not keep the planner's result.
-            read_step=functools.partial(
-                _emitted_step,
-                joint,
-                self.modules,
-                self.forward,
-                self.backward,
-                self.tangents,
-                setting.device,
-                setting.histories,
-            ),
-            read_in_tiles=setting.read_in_tiles,
-        )
-
-    @functools.cached_property
     def _course(self) -> Course:
-        return _course(self.joint, self.forward, self.backward, self.tangents, self.setting.device)
+        return course_of_programs(self.joint, self.forward, self.backward, self.tangents, self.setting.device)
 
     @functools.cached_property
     def call_peak(self) -> PeakMoment:
@@ -158,7 +122,7 @@ class Lowered:
         return max(peaks, key=lambda peak: peak.bytes, default=exact)
 
     def _peak_after(self, history: History) -> PeakMoment:
-        return peak_of_course(self._course, CachingAllocator(), _trained(self.joint), history)
+        return peak_of_course(self._course, CachingAllocator(), trained_inputs(self.joint), history)
 
     @functools.cached_property
     def footprint(self) -> Footprint:
@@ -167,37 +131,23 @@ class Lowered:
         return footprint_of_course(self._course, self.gradient_owners, beyond)
 
 
-def _course(
+def course_of_programs(
     joint: JointGraph, forward: Program, backward: Program | None, tangents: Collection[fx.Node], device: torch.device
 ) -> Course:
+    """The course of a step of one call.
+
+    Args:
+        joint: the graph that was emitted.
+        forward: its forward program.
+        backward: its backward program, if it has one.
+        tangents: the incoming gradients that a step is expected to pass.
+        device: the device that was compiled for.
+    """
     granularity = allocation_granularity(device)
     outside = returned_view_bytes(joint, granularity)
     return course_of(forward, backward, tangents, granularity, updates=joint.updates, outside=outside)
 
 
-def _trained(joint: JointGraph) -> list[int]:
+def trained_inputs(joint: JointGraph) -> list[int]:
+    """Numbers of the inputs that get gradients."""
     return sorted({owner for owner in joint.gradient_owners if owner is not None})
-
-
-def _emitted_step(
-    joint: JointGraph,
-    modules: Mapping[tuple[int, Phase], StageModule],
-    forward: Program,
-    backward: Program | None,
-    tangents: Collection[fx.Node],
-    device: torch.device,
-    now: Sequence[History],
-) -> EmittedStep:
-    """What is read off the programs when somebody looks at the plan."""
-    nodes = own_nodes(joint, modules)
-    course = _course(joint, forward, backward, tangents, device)
-    histories = *histories_of(device, peak_of_course(course).bytes), *now
-    memory = memory_timeline(course, nodes)
-    if histories:
-        trained = _trained(joint)
-        worst = worst_history(course, histories, trained)
-        memory = memory_timeline(course, nodes, CachingAllocator(), trained, worst)
-    return EmittedStep(
-        memory=memory,
-        lines=emitted_lines(modules.values(), nodes),
-    )

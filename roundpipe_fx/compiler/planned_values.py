@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from roundpipe_fx.ir.decisions import PlannedTiles, PlannedValue
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
     Mark,
@@ -21,10 +22,10 @@ from roundpipe_fx.ir.joint_graph import (
 )
 from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.ir.text import type_text
-from roundpipe_fx.report.plan_parts import PlannedValue
+from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.torch_private import module_path_text, size_hint
 
-__all__ = ["ValueCosts", "allocating", "hoist_reason", "planned_values", "storage_bytes"]
+__all__ = ["ValueCosts", "allocating", "hoist_reason", "planned_tiles", "planned_values", "storage_bytes"]
 
 
 def planned_values(costs: ValueCosts, nodes: Iterable[fx.Node]) -> tuple[PlannedValue, ...]:
@@ -52,6 +53,31 @@ def planned_values(costs: ValueCosts, nodes: Iterable[fx.Node]) -> tuple[Planned
             ),
         )
     return tuple(values.values())
+
+
+def planned_tiles(joint: JointGraph) -> tuple[PlannedTiles, ...]:
+    """The loops over tiles of a graph.
+
+    Args:
+        joint: a graph with costs.
+    """
+    loops = [(node, node.target) for node in joint.computed() if isinstance(node.target, TileLoop)]
+    return tuple(_planned_loop(node, loop) for node, loop in loops)
+
+
+def _planned_loop(node: fx.Node, loop: TileLoop) -> PlannedTiles:
+    widest = loop.widest
+    return PlannedTiles(
+        name=widest.name,
+        module=module_path(node, module_path_text),
+        type=type_text(torch.empty(widest.shape, dtype=widest.dtype, device="meta")),
+        bytes=widest.bytes,
+        rows=loop.rows,
+        tiles=loop.tiles,
+        seconds=node.meta[Mark.SECONDS],
+        line=line_of(node),
+        loop=node.name,
+    )
 
 
 def hoist_reason(node: fx.Node) -> str:

@@ -13,10 +13,10 @@ from roundpipe_fx.analysis.caching_allocator import History
 from roundpipe_fx.analysis.cost import CostModel
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.compiler.run_passes import run_passes
+from roundpipe_fx.ir.alternative_plans import PlansInTiles
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options, StageCompiler
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
-from roundpipe_fx.report.alternatives import PlansInTiles
 
 __all__ = ["Setting"]
 

@@ -22,7 +22,6 @@ from roundpipe_fx.frontend.eager_graph import eager_graph
 from roundpipe_fx.frontend.invalid_backward import InvalidBackwardError, is_of_backward, warn_of_invalid_backward
 from roundpipe_fx.frontend.loss_mark import detach_all_but_loss
 from roundpipe_fx.frontend.opaque_backward import OpaqueCall, opaque_backwards
-from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
 from roundpipe_fx.frontend.shared_memory import (
     SharedInputs,
     run_if_shared_as_traced,
@@ -32,6 +31,7 @@ from roundpipe_fx.frontend.shared_memory import (
 )
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.recompute_marks import mark_checkpoints
+from roundpipe_fx.ir.resolved_branches import keep_resolved_random_branches
 
 __all__ = ["Callbacks", "capture", "is_outermost", "joint_graph_of", "prepare"]
 

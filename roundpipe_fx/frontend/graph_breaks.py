@@ -16,6 +16,7 @@ from torch import fx
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.budget import bytes_text
+from roundpipe_fx.frontend.packed_sequences import trace_packed_sequences
 from roundpipe_fx.torch_private import CompiledFrame, RecompileLimit, UserLine
 
 __all__ = ["GraphBreakWarning", "around_compilations", "warn_of_graph_break"]
@@ -66,6 +67,7 @@ def around_compilations(
         outside: called with the line and the reason of what runs eagerly.
     """
     budgeted = budget is not None
+    trace_packed_sequences()
     with (
         torch_private.dynamo_flags(),
         torch_private.untraced_functions(frame.code) as untraced,

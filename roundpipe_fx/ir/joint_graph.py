@@ -142,38 +142,40 @@ MARK_USES: Mapping[str, MarkUse] = {
         "annotate hoist_host_syncs tiles apply_remat_schedule early_recompute split_backward",
         "annotate apply_remat_schedule cse early_recompute hoist_host_syncs overlap_recompute "
         "recompute_regions rounds segments split_backward accumulate_gradients analysis codegen compiler "
-        "pipeline",
+        "report",
         "annotate",
     ),
     Mark.BYTES: _use("annotate row_slices", "early_recompute accumulate_gradients analysis compiler", "annotate"),
-    Mark.WORKSPACE: _use("workspaces row_slices", "rng accumulate_gradients analysis codegen compiler"),
+    Mark.WORKSPACE: _use("workspaces row_slices", "rng accumulate_gradients analysis codegen compiler report"),
     Mark.UNTRIED: _use("workspaces row_slices", "analysis codegen compiler"),
     Mark.SECONDS: _use(
         "annotate fuse_costs row_slices",
-        "fuse_costs segments accumulate_gradients analysis compiler pipeline",
+        "fuse_costs segments accumulate_gradients analysis compiler planner report",
         "annotate",
     ),
     Mark.FLOPS: _use(
-        "annotate row_slices", "recompute_regions segments accumulate_gradients analysis compiler", "annotate"
+        "annotate row_slices",
+        "recompute_regions segments accumulate_gradients analysis compiler planner",
+        "annotate",
     ),
     Mark.MUST_SAVE: _use("hoist_host_syncs recompute_regions", "recompute_regions analysis compiler remat"),
-    Mark.MUST_RECOMPUTE: _use("recompute_regions", "analysis compiler remat"),
+    Mark.MUST_RECOMPUTE: _use("recompute_regions", "analysis compiler planner remat"),
     Mark.ON_HOST: _use("recompute_regions", "compiler"),
     Mark.SEGMENT: _use(
         "segments apply_remat_schedule",
-        "apply_remat_schedule rounds split_backward stages accumulate_gradients analysis compiler pipeline remat",
+        "apply_remat_schedule rounds split_backward stages accumulate_gradients analysis compiler pipeline planner remat",
         "segments",
     ),
     Mark.STAGE: _use(
         "stages rounds apply_remat_schedule",
-        "early_recompute split_backward accumulate_gradients analysis codegen compiler pipeline remat",
+        "early_recompute split_backward accumulate_gradients analysis codegen compiler remat report",
         "stages rounds",
     ),
-    Mark.ORIGIN: _use("apply_remat_schedule", "rng analysis codegen compiler pipeline report"),
+    Mark.ORIGIN: _use("apply_remat_schedule", "rng analysis codegen compiler report"),
     Mark.STRIDED: _use("strided_gradients", "api pipeline runtime"),
     Mark.BROUGHT: _use("", "analysis"),
     Mark.LOSS_TIMES: _use("", "analysis"),
-    Mark.REPLAYED: _use("rng", "compiler"),
+    Mark.REPLAYED: _use("rng", "compiler report"),
 }
 
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx
 
 from roundpipe_fx.codegen import StageModule, moved
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.ir.collectives import is_collective
-from roundpipe_fx.ir.joint_graph import Mark, Phase, is_sum, is_tensor, viewed
+from roundpipe_fx.ir.decisions import Decisions
+from roundpipe_fx.ir.joint_graph import Mark, is_sum, is_tensor, viewed
 from roundpipe_fx.ir.options import StageCompiler
 from roundpipe_fx.operators.gradient_sums import SUMMING
-from roundpipe_fx.pipeline.host_memory import HostMemory, check_host_memory, host_budget_beside, host_memory_of
+from roundpipe_fx.pipeline.host_memory import HostMemory, check_host_memory, host_budget_beside
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant
 from roundpipe_fx.pipeline.settings import Pipelining
-from roundpipe_fx.pipeline.sharded_costs import gathered_stages
-from roundpipe_fx.report.plan import Plan
-from roundpipe_fx.report.plan_parts import OffloadedValue, PlannedMesh, PlannedPipeline
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.compiled_parts import compile_in_parts
 from roundpipe_fx.runtime.pipeline_program import Gradient, PipelineProgram, Source, StepCode
@@ -31,11 +27,12 @@ from roundpipe_fx.runtime.profiled_operators import profile_operators
 from roundpipe_fx.runtime.size_observer import ObserveSize, size_observer
 from roundpipe_fx.runtime.stage_collectives import collectives_of
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stage
-from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph, Timing, simulate_time, with_transfers
-from roundpipe_fx.schedules.step_costs import device_orders
+from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph
 from roundpipe_fx.torch_private import ForkedLock, is_effect_token
 
-__all__ = ["PipelinedGraph", "Seen", "pipelined_graph", "plan_of_pipeline", "primals_read", "union"]
+__all__ = ["PipelinedGraph", "Seen", "pipelined_graph", "primals_read", "union"]
+
+D = TypeVar("D", bound=Decisions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,96 +64,7 @@ class PipelinedGraph:
     measured: list[list[list[Span]]] = field(default_factory=list)
 
 
-def plan_of_pipeline(graph: PipelinedGraph) -> Plan:
-    """The plan of one microbatch, with the part about the pipeline."""
-    pipeline, pipelining = graph.pipeline, graph.pipeline.pipelining
-    timing = pipeline.predict(pipelining.microbatches)
-    order = with_transfers(timing.schedule, pipeline.main.steps.graph)
-    host = host_memory_of(pipeline, timing, pipelining)
-    planned = PlannedPipeline(
-        schedule=pipeline.structure.name,
-        devices=tuple(map(str, pipelining.devices)) or ("the model's",),
-        microbatches=pipelining.microbatches,
-        checkpoint="" if pipeline.budget is not None else pipelining.checkpoint or "never",
-        makespan=timing.makespan,
-        bubble=timing.bubble,
-        peak_bytes=timing.peak_bytes,
-        order="\n".join(f"{device}: {' '.join(map(str, actions))}" for device, actions in enumerate(order)),
-        brought_bytes=timing.brought_bytes,
-        loss_reduction=pipelining.loss_reduction,
-        sent_bytes=sum(offload.bytes for offload in timing.offloads),
-        sent_values=sum(len(offload.values) for offload in timing.offloads),
-        offloaded=_offloaded_values(pipeline, timing),
-        host_weight_bytes=host.weights,
-        host_gradient_bytes=host.gradients,
-        host_value_bytes=host.values,
-        host_optimizer_bytes=host.optimizer,
-        gathered_bytes=timing.gathered_bytes,
-        gathered=gathered_stages(pipeline.main.costs, timing),
-        mesh=_planned_mesh(pipeline, timing) if pipelining.network is not None else None,
-    )
-    return dataclasses.replace(
-        pipeline.main.lowered.plan,
-        budget=pipeline.budget,
-        trade_off=pipeline.trade_off,
-        alternatives=pipeline.alternatives,
-        pipeline=planned,
-        timing=timing,
-        measured=graph.measured,
-    )
-
-
-def _planned_mesh(pipeline: LoweredPipeline, timing: Timing) -> PlannedMesh:
-    """The replicas of a pipeline, and what communication costs."""
-    costs, pipelining = pipeline.main.costs, pipeline.pipelining
-    alone = simulate_time(timing.schedule, pipeline.main.steps.graph, costs.without_communication())
-    weights, optimizer = pipeline.bytes_between_steps(timing.schedule)
-    return PlannedMesh(
-        replicas=pipelining.replicas,
-        sharded=pipelining.sharded,
-        weight_bytes=tuple(weights),
-        optimizer_bytes=tuple(optimizer),
-        tensor_parallel=pipelining.tensor_parallel,
-        tensor_parallel_seconds=_seconds_within(pipeline, timing),
-        collective_seconds=max(timing.collective_seconds, default=0.0),
-        unhidden_seconds=timing.makespan - alone.makespan,
-        divisions=pipeline.divisions,
-    )
-
-
-def _seconds_within(pipeline: LoweredPipeline, timing: Timing) -> float:
-    """Seconds of a step that the device with most of them spends in the collectives of the graph itself."""
-    seconds: Counter[tuple[int, Phase]] = Counter()
-    for node in pipeline.main.lowered.joint.computed():
-        if is_collective(node.target):
-            seconds[node.meta[Mark.STAGE], node.meta[Mark.PHASE]] += node.meta[Mark.SECONDS]
-    of_step = {step: seconds[module.stage, module.phase] for step, module in pipeline.main.steps.modules.items()}
-    orders = device_orders(timing.schedule)
-    return max((sum(of_step.get(step, 0.0) for step in order.steps) for order in orders), default=0.0)
-
-
-def _offloaded_values(pipeline: LoweredPipeline, timing: Timing) -> tuple[OffloadedValue, ...]:
-    """The values that leave the devices, in the order in which they are computed."""
-    leaving: dict[int, set[int]] = {}
-    sizes: dict[int, int] = {}
-    for offload in timing.offloads:
-        for number, size in offload.values:
-            leaving.setdefault(number, set()).add(offload.microbatch)
-            sizes[number] = max(size, sizes.get(number, 0))
-    nodes = list(pipeline.main.steps.maker)
-    return tuple(
-        OffloadedValue(
-            name=str(node.meta.get(Mark.ORIGIN, node.name)),
-            number=number,
-            bytes=sizes[number],
-            microbatches=len(leaving[number]),
-        )
-        for number in sorted(leaving)
-        for node in (viewed(nodes[number]),)
-    )
-
-
-def with_optimizer(plan: Plan, pipelining: Pipelining) -> Plan:
+def with_optimizer(plan: D, pipelining: Pipelining) -> D:
     """A plan that was made before the optimizer was known; it is counted now.
 
     Args:

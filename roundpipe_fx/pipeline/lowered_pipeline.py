@@ -11,14 +11,14 @@ from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.budget import Infeasible
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.ir.alternative_plans import Alternatives
+from roundpipe_fx.ir.decisions import PlannedDivision
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.same_segments import OperationKey
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.pipeline.sharded_costs import copied_bytes, sharded_costs
 from roundpipe_fx.pipeline.steps import Steps, step_costs, steps_of
-from roundpipe_fx.report.alternatives import Alternatives
-from roundpipe_fx.report.plan_parts import PlannedDivision
 from roundpipe_fx.schedules import (
     Schedule,
     ScheduleSpec,

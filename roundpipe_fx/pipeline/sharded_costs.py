@@ -8,9 +8,9 @@ import torch
 
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.distributed.sharding import padded_bytes
+from roundpipe_fx.ir.decisions import GatheredStage
 from roundpipe_fx.ir.joint_graph import viewed
 from roundpipe_fx.pipeline.steps import Steps
-from roundpipe_fx.report.plan_parts import GatheredStage
 from roundpipe_fx.schedules import StepCosts, Timing
 from roundpipe_fx.schedules.data_parallel import SMALL_BYTES
 from roundpipe_fx.schedules.sharding import ShardedCosts, gaps_of

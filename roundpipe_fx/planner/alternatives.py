@@ -12,10 +12,10 @@ import numpy as np
 from torch import fx
 
 from roundpipe_fx.compiler.alternative_values import alternative_value, recomputed_nodes, saved_nodes
+from roundpipe_fx.ir.alternative_plans import Alternative, Alternatives, AlternativeValue
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.steps import steps_of
 from roundpipe_fx.planner.attempt import Attempt
-from roundpipe_fx.report.alternatives import Alternative, Alternatives, AlternativeValue
 from roundpipe_fx.schedules import Timing
 
 __all__ = ["chosen_among", "device_curves"]

@@ -21,10 +21,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from roundpipe_fx.budget import Found, Infeasible, Result, bytes_text
+from roundpipe_fx.ir.decisions import PlannedDivision
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.settings import Pipelining, Undivided
 from roundpipe_fx.planner.step_bound import Division, StepBounds
-from roundpipe_fx.report.plan_parts import PlannedDivision
 from roundpipe_fx.schedules import SCHEDULES, ScheduleSpec
 from roundpipe_fx.schedules.one_f_one_b import ONE_F_ONE_B
 from roundpipe_fx.torch_private import PassedThrough

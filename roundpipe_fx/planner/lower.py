@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +44,6 @@ __all__ = [
     "prepare",
 ]
 
-log = logging.getLogger(__name__)
 
 SAVE_POLICIES: Mapping[str, SavePolicy] = {"none": save_all, "full": save_stage_inputs}
 
@@ -117,7 +115,6 @@ def lower(
     if isinstance(setting.costs, MeasuredCosts):
         setting.costs.save()
     write_trials(setting.device)
-    log.info("%s", lowered.plan)
     return Found(lowered)
 
 
@@ -281,5 +278,4 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
         raise ValueError(f"its programs peak at {lowered.lasting_peak} bytes, not {cached.peak}")
     if lowered.peak.bytes > cached.limit:
         raise ValueError(f"with the blocks that the allocator has now, its programs peak at {lowered.peak.bytes} bytes")
-    log.info("%s", lowered.plan)
     return lowered

@@ -129,7 +129,6 @@ def lower_pipeline(
     if pipelining.offloaded:
         timing = best.predict(pipelining.microbatches)
         check_host_memory(host_memory_of(best, timing, pipelining), host_budget_of(best, pipelining))
-    log.info("%s", best.main.lowered.plan)
     return Found(best)
 
 

@@ -10,20 +10,21 @@ import dataclasses
 import math
 
 from roundpipe_fx.analysis.tiling import TileRegions
-from roundpipe_fx.compiler.make_plan import planned_tiles
 from roundpipe_fx.compiler.operations import cut, operations_of, summed, tiled, uncut, with_gradients
+from roundpipe_fx.compiler.planned_values import planned_tiles
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.console.progress import working
+from roundpipe_fx.ir.alternative_plans import PlansInTiles
+from roundpipe_fx.ir.decisions import tiles_text
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.planner.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.planner.tiling import tile_down
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.choose import Chosen, Unmet, unmet_by
+from roundpipe_fx.remat.frontier_plans import Noted
 from roundpipe_fx.remat.search import refine, search, spread
 from roundpipe_fx.remat.several_calls import search_for_step
-from roundpipe_fx.report.alternatives import Noted, PlansInTiles
-from roundpipe_fx.report.plan_text import tiles_text
 
 __all__ = ["plans_in_tiles"]
 

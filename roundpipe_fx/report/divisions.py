@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roundpipe_fx.budget import bytes_text
-from roundpipe_fx.report.plan_parts import PlannedDivision, PlannedMesh
+from roundpipe_fx.ir.decisions import PlannedDivision, PlannedMesh
 
 __all__ = ["division_lines"]
 

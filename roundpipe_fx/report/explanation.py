@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from roundpipe_fx.report.plan_parts import LISTS, PlannedTiles, PlannedValue
+from roundpipe_fx.ir.decisions import LISTS, Decisions, PlannedTiles, PlannedValue
 from roundpipe_fx.report.plan_text import tiles_explained, value_explained
-
-if TYPE_CHECKING:
-    from roundpipe_fx.report.plan import Plan
 
 __all__ = ["explained"]
 
 
-def explained(plan: Plan, name: str) -> str:
+def explained(plan: Decisions, name: str) -> str:
     """The explanation, a line for each value.
 
     Args:
@@ -41,7 +37,7 @@ def explained(plan: Plan, name: str) -> str:
     return "\n".join([*texts, *map(tiles_explained, tiled)])
 
 
-def _offloaded(plan: Plan, name: str) -> str:
+def _offloaded(plan: Decisions, name: str) -> str:
     """What is added to the explanation of a value that leaves its device."""
     if name in plan.on_host:
         return "; on the host from the forward to the backward"
@@ -52,7 +48,7 @@ def _offloaded(plan: Plan, name: str) -> str:
     return ""
 
 
-def _fates(plan: Plan) -> Iterator[tuple[int, str, PlannedValue]]:
+def _fates(plan: Decisions) -> Iterator[tuple[int, str, PlannedValue]]:
     for stage in plan.stages:
         replayed = {value.name for value in stage.replayed}
         for fate in LISTS:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from roundpipe_fx.analysis.operations import OperationGraph
-from roundpipe_fx.analysis.simulator import PeakMoment
 from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.codegen import Program, StageModule, program_text, stage_text
+from roundpipe_fx.ir.alternative_plans import Alternatives, PlansInTiles, joined
+from roundpipe_fx.ir.decisions import Decisions, tiles_text
 from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.frontier_plans import alternatives_of
 from roundpipe_fx.remat.search import search
-from roundpipe_fx.report.alternatives import Alternatives, PlansInTiles, alternatives_of, joined
 from roundpipe_fx.report.divisions import division_lines
 from roundpipe_fx.report.explanation import explained
 from roundpipe_fx.report.plan_details import EmittedStep, PlanDetails
 from roundpipe_fx.report.plan_json import fields_of_json, json_of_plan
 from roundpipe_fx.report.plan_page import page_of_plans
-from roundpipe_fx.report.plan_parts import PlannedPipeline, PlannedStage, PlannedTiles, PlannedValue
-from roundpipe_fx.report.plan_text import header_lines, stage_lines, tiles_text
+from roundpipe_fx.report.plan_text import header_lines, stage_lines
 from roundpipe_fx.report.shown import show_page
 from roundpipe_fx.report.summary import summary_lines
 from roundpipe_fx.report.timeline import Timeline
@@ -37,24 +37,13 @@ _MOST_ACTIONS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Plan:
+class Plan(Decisions):
     """All decisions of one compilation. ``print(plan)`` sums them up, :meth:`details` lists them by stage, and
     :meth:`write` writes the emitted code.
 
+    What was decided are the attributes of :class:`roundpipe_fx.ir.decisions.Decisions`. In addition there are
+
     Attributes:
-        stages: the stages in order.
-        segments: how many segments the forward was cut into, and how many structurally different ones.
-        recompute: the option it was made with.
-        budget: bytes that a step may allocate at most at one time; ``None``: no limit.
-        peak: when a step allocates most at one time, predicted by simulating the emitted programs; if pipelined, when
-            one microbatch that runs alone does.
-        trade_off: (peak bytes, modelled seconds of recomputation) of all plans that were considered; empty without a
-            budget.
-        assumed: what data-dependent sizes are taken to be, by symbol (the others count with their upper bounds), and
-            the bytes that operators allocate for themselves where that depends on data.
-        sizes: the largest inputs that it was made for and is used with, by input and dimension; empty where all sizes
-            are fixed, or the budget is no number of bytes.
-        training: whether there is a backward.
         modules: the emitted stage modules.
         programs: the programs that call them: forward, and backward when training.
         read_operations: gives what the plan was made from; ``None`` without a budget.
@@ -62,29 +51,10 @@ class Plan:
         read_in_tiles: gives what plans in tiles reach; ``None`` without a budget, or where none are looked for.
         stored: what :meth:`look_into` tells of a plan that was read from JSON.
         alternatives: of a pipeline, the plans of its frontier; others search for them when :meth:`look_into` asks.
-        tiles: regions that are carried out in tiles; sums over tiles round differently.
-        gathered_bytes: bytes that FSDP2 allocates at most at one time to gather parameters, beside ``budget`` and
-            ``peak``: of a budget in bytes they are set aside.
-        bucket_bytes: bytes of the buckets of the DistributedDataParallel around the model, or inside: it allocates them
-            when it is made, not in a step.
-        library_bytes: bytes that libraries keep on the devices for their threads and streams (workspaces of cuBLAS),
-            when the plan is made: they are allocated before a step begins, and never freed.
-        on_host: names of the saved values that are on the host between forward and backward. (Those of a pipeline are
-            in ``pipeline.offloaded``.)
-        pipeline: how a step is pipelined, if it is; the rest of the plan is then that of one microbatch.
         timing: when each action would run, if pipelined.
         measured: when the actions of the latest step ran, once there was one, for each device.
     """
 
-    stages: tuple[PlannedStage, ...]
-    segments: tuple[int, int]
-    recompute: str
-    budget: int | None
-    peak: PeakMoment
-    trade_off: tuple[tuple[int, float], ...]
-    assumed: Mapping[str, int]
-    sizes: Mapping[str, int]
-    training: bool
     modules: tuple[StageModule, ...] = field(compare=False)
     programs: tuple[Program, ...] = field(compare=False)
     read_operations: Callable[[], OperationGraph] | None = field(compare=False, default=None)
@@ -92,12 +62,6 @@ class Plan:
     read_in_tiles: Callable[[], PlansInTiles] | None = field(compare=False, default=None)
     stored: PlanDetails | None = field(compare=False, default=None)
     alternatives: Alternatives = field(compare=False, default_factory=Alternatives)
-    tiles: tuple[PlannedTiles, ...] = ()
-    gathered_bytes: int = 0
-    bucket_bytes: int = 0
-    library_bytes: int = 0
-    on_host: tuple[str, ...] = ()
-    pipeline: PlannedPipeline | None = None
     timing: Timing | None = field(compare=False, default=None)
     measured: list[list[list[Span]]] = field(compare=False, default_factory=list)
 
@@ -119,45 +83,6 @@ class Plan:
             )
         names = {value.number: value.name for value in self.pipeline.offloaded} if self.pipeline is not None else {}
         return Timeline.of(self.timing, self.measured[-1] if self.measured else None, names)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes that a step needs on the host for values that leave the devices; for an offloaded model also, in pinned
-        memory, for its weights and their gradients, and where the optimizer is known, for its state and copies of
-        parameters."""
-        if self.pipeline is not None:
-            return self.pipeline.host_bytes
-        return sum(value.bytes for value in self._saved if value.name in self.on_host)
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of computed values that the forward keeps on the device for the backward, hoisted values and RNG states
-        included."""
-        return sum(value.bytes for value in self._saved if value.name not in self.on_host)
-
-    @property
-    def _saved(self) -> list[PlannedValue]:
-        return [value for stage in self.stages for value in (*stage.saved, *stage.hoisted)]
-
-    @property
-    def peak_bytes(self) -> int:
-        """Predicted peak of a step: bytes allocated at most at one time beyond what was allocated when it began.
-
-        The forward's outputs count until the backward is over, since the caller may hold them. Of a pipelined step, the
-        bytes of the device that needs most, with all its microbatches in flight: what a budget bounds. (That of one
-        microbatch which runs alone is ``peak.bytes``; all devices are in ``pipeline.peak_bytes``.)
-        """
-        return self.peak.bytes if self.pipeline is None else max(self.pipeline.peak_bytes)
-
-    @property
-    def forward_seconds(self) -> float:
-        """Modelled seconds of the forward."""
-        return sum(stage.forward_seconds for stage in self.stages)
-
-    @property
-    def recompute_seconds(self) -> float:
-        """Modelled seconds of recomputation in the backward."""
-        return sum(stage.recompute_seconds for stage in self.stages)
 
     def sources(self) -> dict[str, str]:
         """Every emitted module as readable Python, by file name; with what calls them: a program, or a schedule.
@@ -360,8 +285,8 @@ class Plan:
 
     def _page(self, beside: Plan | None) -> str:
         if beside is None:
-            return page_of_plans([self], ["roundpipe_fx plan"])
-        return page_of_plans([self, beside], ["this plan", "beside"])
+            return page_of_plans([self.to_json()], ["roundpipe_fx plan"])
+        return page_of_plans([self.to_json(), beside.to_json()], ["this plan", "beside"])
 
     def to_json(self) -> str:
         """The plan as JSON, without the emitted code, which :meth:`from_json` reads.
@@ -369,7 +294,7 @@ class Plan:
         Returns:
             the text.
         """
-        return json_of_plan(self)
+        return json_of_plan(self, self.look_into())
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from roundpipe_fx.analysis.memory_timeline import Lifetime, MemoryTimeline, Moment
-from roundpipe_fx.report.alternatives import Alternative, Alternatives, AlternativeValue
+from roundpipe_fx.ir.alternative_plans import Alternative, Alternatives, AlternativeValue
 from roundpipe_fx.report.emitted_lines import EmittedLine
 from roundpipe_fx.report.timeline import Bar, CopyBar, Timeline
 from roundpipe_fx.schedules import Action

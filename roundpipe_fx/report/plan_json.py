@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from roundpipe_fx.analysis.simulator import LiveValue, PeakMoment
-from roundpipe_fx.report.plan_details import details_as_data, details_from_data
-from roundpipe_fx.report.plan_parts import (
+from roundpipe_fx.ir.decisions import (
     LISTS,
+    Decisions,
     GatheredStage,
+    LiveValue,
     OffloadedValue,
+    PeakMoment,
     PlannedDivision,
     PlannedMesh,
     PlannedPipeline,
@@ -19,39 +20,23 @@ from roundpipe_fx.report.plan_parts import (
     PlannedTiles,
     PlannedValue,
 )
-
-if TYPE_CHECKING:
-    from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.report.plan_details import PlanDetails, details_as_data, details_from_data
 
 __all__ = ["fields_of_json", "json_of_plan"]
 
 _FORMAT = "roundpipe_fx plan 10"
-_LEFT_OUT = (
-    "modules",
-    "programs",
-    "read_operations",
-    "read_step",
-    "read_in_tiles",
-    "stored",
-    "alternatives",
-    "timing",
-    "measured",
-)
-"""Fields of a plan that are no plain data."""
 
 
-def json_of_plan(plan: Plan) -> str:
+def json_of_plan(plan: Decisions, plan_details: PlanDetails) -> str:
     """A plan as JSON. What can be long has a line for itself, without spaces."""
-    fields = {item.name: getattr(plan, item.name) for item in dataclasses.fields(plan)}
-    for name in _LEFT_OUT:
-        del fields[name]
+    fields = {item.name: getattr(plan, item.name) for item in dataclasses.fields(Decisions)}
     fields["pipeline"] = dataclasses.asdict(plan.pipeline) if plan.pipeline is not None else None
     fields["stages"] = [dataclasses.asdict(stage) for stage in plan.stages]
     fields["peak"] = dataclasses.asdict(plan.peak)
     fields["on_host"] = [*plan.on_host]
     fields["tiles"] = [dataclasses.asdict(tiles) for tiles in plan.tiles]
     text = json.dumps({"format": _FORMAT, **fields}, indent=1, default=dict)
-    details = details_as_data(plan.look_into()).items()
+    details = details_as_data(plan_details).items()
     lines = (f' "{name}": {json.dumps(value, separators=(",", ":"))}' for name, value in details)
     return ",\n".join([text.removesuffix("\n}"), *lines]) + "\n}"
 

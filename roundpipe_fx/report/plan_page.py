@@ -9,10 +9,6 @@ import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from roundpipe_fx.report.plan import Plan
 
 __all__ = ["page_of_plans"]
 
@@ -37,19 +33,17 @@ _SCRIPTS = (
 """In the order in which they need each other."""
 
 
-def page_of_plans(plans: Sequence[Plan], names: Sequence[str]) -> str:
+def page_of_plans(plans: Sequence[str], names: Sequence[str]) -> str:
     """The page of one plan, or of two side by side.
 
     Args:
-        plans: the plans.
+        plans: the plans as JSON.
         names: what they are called.
 
     Returns:
         the HTML.
     """
-    data = ",".join(
-        f'{{"name":{json.dumps(name)},"plan":{plan.to_json()}}}' for name, plan in zip(names, plans, strict=True)
-    )
+    data = ",".join(f'{{"name":{json.dumps(name)},"plan":{plan}}}' for name, plan in zip(names, plans, strict=True))
     parts = {
         "title": html.escape(" / ".join(names)),
         "style": (_FOLDER / "style.css").read_text(encoding="utf-8"),

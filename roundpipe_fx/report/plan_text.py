@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from roundpipe_fx.analysis.simulator import PeakMoment
 from roundpipe_fx.budget import bytes_text
-from roundpipe_fx.report.plan_parts import PlannedPipeline, PlannedStage, PlannedTiles, PlannedValue
+from roundpipe_fx.ir.decisions import (
+    Decisions,
+    PeakMoment,
+    PlannedPipeline,
+    PlannedStage,
+    PlannedTiles,
+    PlannedValue,
+    tiles_text,
+)
 
-if TYPE_CHECKING:
-    from roundpipe_fx.report.plan import Plan
-
-__all__ = ["header_lines", "pipeline_lines", "stage_lines", "tiles_explained", "tiles_text", "value_explained"]
+__all__ = ["header_lines", "pipeline_lines", "stage_lines", "tiles_explained", "value_explained"]
 
 _SHOWN = 6
 """Number of values or devices that are listed."""
@@ -24,7 +27,7 @@ _REDUCTIONS = {
 }
 
 
-def header_lines(plan: Plan) -> list[str]:
+def header_lines(plan: Decisions) -> list[str]:
     """What was planned as a whole: stages, budget, peak, saved and recomputed values, sizes. At most twelve lines."""
     kind = "inference"
     if plan.training:
@@ -57,7 +60,7 @@ def header_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _on_host(plan: Plan) -> str:
+def _on_host(plan: Decisions) -> str:
     return f", and on the host {bytes_text(plan.host_bytes)}" if plan.on_host else ""
 
 
@@ -98,21 +101,6 @@ def stage_lines(stage: PlannedStage, training: bool, offloaded: Collection[str] 
     for title in ("saved", "hoisted", "recomputed", "replayed"):
         lines += _listing(title, getattr(stage, title), offloaded)
     return lines
-
-
-def tiles_text(tiles: Sequence[PlannedTiles]) -> str:
-    """All that is carried out in tiles, in one line; equal regions are named once."""
-    alike: dict[tuple[str, int], list[PlannedTiles]] = {}
-    for planned in tiles:
-        alike.setdefault((planned.type, planned.tiles), []).append(planned)
-    parts = []
-    for (kind, count), same in list(alike.items())[:_SHOWN]:
-        modules = list(dict.fromkeys(planned.module or "the model" for planned in same))
-        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
-        parts.append(f"{modules[0]}{more} ({kind}, {bytes_text(same[0].bytes)}) in {count} tiles")
-    if len(alike) > _SHOWN:
-        parts.append(f"… {len(alike) - _SHOWN} more")
-    return "; ".join(parts)
 
 
 def pipeline_lines(pipeline: PlannedPipeline) -> list[str]:

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from roundpipe_fx.budget import bytes_text
+from roundpipe_fx.ir.decisions import Decisions, LiveValue, PlannedStage, PlannedValue
 from roundpipe_fx.report.divisions import division_lines
-from roundpipe_fx.report.plan_parts import PlannedStage, PlannedValue
 from roundpipe_fx.report.plan_text import header_lines
-
-if TYPE_CHECKING:
-    from roundpipe_fx.analysis.simulator import LiveValue
-    from roundpipe_fx.report.plan import Plan
 
 __all__ = ["folded", "summary_lines"]
 
@@ -32,7 +28,7 @@ _REASONS = 2
 _NUMBER = re.compile(r"(?<![^. ])\d+(?![^. ])")
 
 
-def summary_lines(plan: Plan) -> list[str]:
+def summary_lines(plan: Decisions) -> list[str]:
     """The lines of the summary: the header; what is alive at the peak; stages; the costliest recomputations; hoisted
     values.
 
@@ -57,7 +53,7 @@ def folded(module: str) -> str:
     return _NUMBER.sub("*", module)
 
 
-def _alive(plan: Plan, most: int) -> list[str]:
+def _alive(plan: Decisions, most: int) -> list[str]:
     live = plan.peak.live
     if not live:
         return []
@@ -79,7 +75,7 @@ def _alive(plan: Plan, most: int) -> list[str]:
     ]
 
 
-def _stages(plan: Plan, most: int) -> list[str]:
+def _stages(plan: Decisions, most: int) -> list[str]:
     groups = list(_grouped(plan.stages, lambda stage: (folded(stage.modules), _decisions(stage))).values())
     lines = ["stages, those alike as one:"]
     for stages in groups[:most]:

@@ -2,284 +2,33 @@
 
 Tested with torch 2.11.0, 2.13.0 and 2.15.0. Everything else in the project uses documented interfaces, so changes of a
 torch release are handled here. That PyTorch still has them is checked first, by the canary.
+
+What each module offers to the other folders is in its ``__all__``, and a name of this package.
 """
 
 from __future__ import annotations
 
-import roundpipe_fx.torch_private.canary  # noqa: F401  # isort: split
-from roundpipe_fx.torch_private.aot import (
-    aot_autograd,
-    aot_flags,
-    autocast_of_backwards,
-    checkpoint_policy,
-    default_partition,
-    differentiated_outputs,
-    gradient_inputs,
-    has_bases_of_inputs,
-    input_mutations,
-    is_effect_token,
-    is_opaque,
-    is_same_object,
-    leave_unused_gradients_out,
-    mutated_inputs,
-    note_no_donated_buffers,
-    opaque_object,
-    plain_input,
-    registered_backwards,
-    traces,
-)
-from roundpipe_fx.torch_private.autograd import (
-    detached_with_version,
-    graph_is_kept,
-    in_backward,
-    pop_saved_tensor_hooks,
-    push_saved_tensor_hooks,
-    top_saved_tensor_hooks,
-    when_backward_ends,
-)
-from roundpipe_fx.torch_private.compiling import (
-    boxed_codegen,
-    boxed_false,
-    graph_module,
-    has_kernel,
-    inductor,
-    is_traced,
-    without_wrapper,
-)
-from roundpipe_fx.torch_private.data_parallel import (
-    active_bucket_bytes,
-    as_data_parallel,
-    bucket_bytes,
-    data_parallel_forward,
-    module_forward,
-)
-from roundpipe_fx.torch_private.distributed_tensors import local_part
-from roundpipe_fx.torch_private.dynamo import (
-    CompiledFrame,
-    OptimizedModule,
-    PassedThrough,
-    RecompileLimit,
-    UserLine,
-    checkpoint_body,
-    compiled_in_place_by_us,
-    enter_around_compilations,
-    forget_compiled,
-    graph_break,
-    graph_breaks,
-    input_path,
-    limit_of_error,
-    line_of_break,
-    module_path_text,
-    modules_being_compiled,
-    passed_through,
-    reads_input,
-    recompile_limit_errors,
-    traced_forward_call,
-    tracing_inside_checkpoint,
-    try_again,
-    untraced_functions,
-    why_disabled,
-)
-from roundpipe_fx.torch_private.flags import dynamo_flags
-from roundpipe_fx.torch_private.forks import ForkedLock, when_forked
-from roundpipe_fx.torch_private.fully_sharded import gathered_bytes, parts_sharded_alone
-from roundpipe_fx.torch_private.memory import (
-    Allocation,
-    ProfiledMemory,
-    profile_memory,
-    profiler_runs,
-    record_allocations,
-    wrap_compiled_calls,
-)
-from roundpipe_fx.torch_private.modes import (
-    TorchDispatchMode,
-    active_dispatch_modes,
-    conjugates_resolved,
-    dispatch_mode_flags,
-    dispatch_modes,
-    fakes_on,
-    inner_tensors,
-    set_dispatch_mode_flags,
-    with_harmless_checks,
-    without_class,
-    without_modes,
-)
-from roundpipe_fx.torch_private.norms import AnyBatchNorm, RunningNorm
-from roundpipe_fx.torch_private.offloading import offload_operators
-from roundpipe_fx.torch_private.optimizers import note_optimizer_step, step_is_watched
-from roundpipe_fx.torch_private.pipelining import is_replicate_spec
-from roundpipe_fx.torch_private.process_groups import (
-    default_store,
-    group_ranks,
-    group_timeout,
-    largest_of_group,
-    wait_for_collective,
-)
-from roundpipe_fx.torch_private.random_branches import resolved_random_branch
-from roundpipe_fx.torch_private.recurrence import spell_out_lstm
-from roundpipe_fx.torch_private.rng import (
-    draws_on_own_device,
-    run_and_save_rng_state,
-    run_with_rng_state,
-    save_rng_states,
-)
-from roundpipe_fx.torch_private.sizes import (
-    InputSize,
-    assume_sizes,
-    assumed_sizes,
-    data_dependent_symbol,
-    input_sizes,
-    note_count,
-    note_counts,
-    number_hint,
-    planned_sizes,
-    row_major,
-    shape_env_of,
-    size_binding,
-    size_hint,
-)
-from roundpipe_fx.torch_private.tracing_retries import RefusedGraph, is_graph_break
-from roundpipe_fx.torch_private.trees import (
-    TreeSpec,
-    key_get,
-    keystr,
-    one_level,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-    tree_unflatten,
-)
-from roundpipe_fx.torch_private.users_exceptions import keep_users_exceptions
+import roundpipe_fx.torch_private.canary  # isort: split
 
-__all__ = [
-    "Allocation",
-    "AnyBatchNorm",
-    "CompiledFrame",
-    "ForkedLock",
-    "InputSize",
-    "OptimizedModule",
-    "PassedThrough",
-    "ProfiledMemory",
-    "RecompileLimit",
-    "RefusedGraph",
-    "RunningNorm",
-    "TorchDispatchMode",
-    "TreeSpec",
-    "UserLine",
-    "active_bucket_bytes",
-    "active_dispatch_modes",
-    "aot_autograd",
-    "aot_flags",
-    "as_data_parallel",
-    "assume_sizes",
-    "assumed_sizes",
-    "autocast_of_backwards",
-    "boxed_codegen",
-    "boxed_false",
-    "bucket_bytes",
-    "checkpoint_body",
-    "checkpoint_policy",
-    "compiled_in_place_by_us",
-    "conjugates_resolved",
-    "data_dependent_symbol",
-    "data_parallel_forward",
-    "default_partition",
-    "default_store",
-    "detached_with_version",
-    "differentiated_outputs",
-    "dispatch_mode_flags",
-    "dispatch_modes",
-    "draws_on_own_device",
-    "dynamo_flags",
-    "enter_around_compilations",
-    "fakes_on",
-    "forget_compiled",
-    "gathered_bytes",
-    "gradient_inputs",
-    "graph_break",
-    "graph_breaks",
-    "graph_is_kept",
-    "graph_module",
-    "group_ranks",
-    "group_timeout",
-    "has_bases_of_inputs",
-    "has_kernel",
-    "in_backward",
-    "inductor",
-    "inner_tensors",
-    "input_mutations",
-    "input_path",
-    "input_sizes",
-    "is_effect_token",
-    "is_graph_break",
-    "is_opaque",
-    "is_replicate_spec",
-    "is_same_object",
-    "is_traced",
-    "keep_users_exceptions",
-    "key_get",
-    "keystr",
-    "largest_of_group",
-    "leave_unused_gradients_out",
-    "limit_of_error",
-    "line_of_break",
-    "local_part",
-    "module_forward",
-    "module_path_text",
-    "modules_being_compiled",
-    "mutated_inputs",
-    "note_count",
-    "note_counts",
-    "note_no_donated_buffers",
-    "note_optimizer_step",
-    "number_hint",
-    "offload_operators",
-    "one_level",
-    "opaque_object",
-    "parts_sharded_alone",
-    "passed_through",
-    "plain_input",
-    "planned_sizes",
-    "pop_saved_tensor_hooks",
-    "profile_memory",
-    "profiler_runs",
-    "push_saved_tensor_hooks",
-    "reads_input",
-    "recompile_limit_errors",
-    "record_allocations",
-    "registered_backwards",
-    "resolved_random_branch",
-    "row_major",
-    "run_and_save_rng_state",
-    "run_with_rng_state",
-    "save_rng_states",
-    "set_dispatch_mode_flags",
-    "shape_env_of",
-    "size_binding",
-    "size_hint",
-    "spell_out_lstm",
-    "step_is_watched",
-    "top_saved_tensor_hooks",
-    "traced_forward_call",
-    "traces",
-    "tracing_inside_checkpoint",
-    "tree_flatten",
-    "tree_flatten_with_path",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_unflatten",
-    "try_again",
-    "untraced_functions",
-    "wait_for_collective",
-    "when_backward_ends",
-    "when_forked",
-    "why_disabled",
-    "with_harmless_checks",
-    "without_class",
-    "without_modes",
-    "without_wrapper",
-    "wrap_compiled_calls",
-]
+from roundpipe_fx.torch_private.aot import *
+from roundpipe_fx.torch_private.autograd import *
+from roundpipe_fx.torch_private.compiling import *
+from roundpipe_fx.torch_private.data_parallel import *
+from roundpipe_fx.torch_private.dynamo import *
+from roundpipe_fx.torch_private.flags import *
+from roundpipe_fx.torch_private.forks import *
+from roundpipe_fx.torch_private.fully_sharded import *
+from roundpipe_fx.torch_private.memory import *
+from roundpipe_fx.torch_private.modes import *
+from roundpipe_fx.torch_private.norms import *
+from roundpipe_fx.torch_private.offloading import *
+from roundpipe_fx.torch_private.optimizers import *
+from roundpipe_fx.torch_private.packed_tracing import *
+from roundpipe_fx.torch_private.random_branches import *
+from roundpipe_fx.torch_private.recurrence import *
+from roundpipe_fx.torch_private.rng import *
+from roundpipe_fx.torch_private.sizes import *
+from roundpipe_fx.torch_private.torch_distributed import *
+from roundpipe_fx.torch_private.tracing_retries import *
+from roundpipe_fx.torch_private.trees import *
+from roundpipe_fx.torch_private.users_exceptions import *

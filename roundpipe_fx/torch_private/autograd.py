@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 __all__ = [
+    "autograd_in_kernels",
     "detached_with_version",
     "graph_is_kept",
     "in_backward",
@@ -60,3 +62,23 @@ def when_backward_ends(call: Callable[[], None]) -> bool:
         return False
     torch.autograd.Variable._execution_engine.queue_callback(call)
     return True
+
+
+@contextlib.contextmanager
+def autograd_in_kernels() -> Iterator[None]:
+    """Context manager that enables autograd inside an operator's kernel, where it is disabled."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD:
+        excluded = excluded.remove(key)
+    with (
+        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded),
+        torch.enable_grad(),
+    ):
+        yield
+
+
+_AUTOGRAD = [
+    getattr(torch._C.DispatchKey, name)
+    for name in ("AutogradCPU", "AutogradCUDA", "AutogradXPU", "AutogradMPS", "AutogradOther", "ADInplaceOrView")
+    if hasattr(torch._C.DispatchKey, name)
+]

@@ -25,7 +25,10 @@ SUPPORTED = ("2.11", "2.15")
 """The oldest and the newest release of PyTorch that the package supports."""
 
 USED: Mapping[str, str] = {
-    "torch": "ops.aten._pack_padded_sequence_backward",
+    "torch": (
+        "Tensor._backward_hooks Tensor._base Tensor._post_accumulate_grad_hooks Tensor._version UntypedStorage._cdata "
+        "ops.aten._pack_padded_sequence_backward"
+    ),
     "torch._C": (
         "DispatchKey.ADInplaceOrView _ForceDispatchKeyGuard _current_graph_task_id "
         "_dispatch_tls_is_dispatch_key_excluded _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set "
@@ -93,7 +96,10 @@ USED: Mapping[str, str] = {
         "StrictMinMaxConstraint"
     ),
     "torch.fx.graph": "_BoxedCodeGen",
-    "torch.nn.modules.batchnorm": "_BatchNorm _NormBase",
+    "torch.fx.node": "Node._rename",
+    "torch.nn.modules.batchnorm": "_BatchNorm _NormBase._check_input_dim",
+    "torch.nn.modules.module": "Module._compiled_call_impl Module._get_name",
+    "torch.nn.modules.rnn": "RNNBase._update_flat_weights",
     "torch.nn.parallel.distributed": (
         "DistributedDataParallel._get_active_ddp_module DistributedDataParallel._post_forward "
         "DistributedDataParallel._pre_forward"
@@ -116,6 +122,12 @@ SPELLED: Mapping[str, tuple[str, ...]] = {
     "torch._dynamo.convert_frame": ("_torchdynamo_orig_backend",),
     "torch._dynamo.decorators": ("_torchdynamo_disable",),
     "torch._dynamo.output_graph": ("compile_subgraph_reason", '"grapharg"', "_dynamo_source"),
+    "torch._functorch._aot_autograd.utils": ("_boxed_call",),
+    "torch._library.custom_ops": ("self._backward_fn", "self._opoverload", "self._qualname", "self._setup_context_fn"),
+    "torch._ops": ("self._op ", "self._overloadname", "self._qualified_op_name", "self._schema"),
+    "torch.fx.graph": ("self._codegen",),
+    "torch.nn.modules.module": ('"_backward_hooks"', '"_backward_pre_hooks"', '"_modules"', "_metadata"),
+    "torch.nn.modules.rnn": ("self._flat_weights",),
     "torch.distributed.fsdp._fully_shard._fsdp_common": ("shard_mesh_size",),
     "torch.distributed.fsdp._fully_shard._fsdp_param": ("_orig_size", "self.param_dtype", "self.orig_dtype"),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": (

@@ -15,11 +15,10 @@ import torch._dynamo
 from roundpipe_fx.torch_private.custom_functions import break_at_transformed_functions
 from roundpipe_fx.torch_private.float_updates import keep_float_updates
 from roundpipe_fx.torch_private.forks import ForkedLock
-from roundpipe_fx.torch_private.packed_sequences import trace_packed_sequences
 from roundpipe_fx.torch_private.random_branches import install_known_branches
 from roundpipe_fx.torch_private.tracing_retries import install_retries
 
-__all__ = ["dynamo_flags"]
+__all__ = ["dynamo_flags", "is_ours"]
 
 # Methods through which libraries log inside ``forward`` (Hugging Face does); tracing skips the calls.
 _LOGGER_METHODS = ("debug", "info", "warning", "warn", "warning_once", "info_once", "warning_advice", "error")
@@ -32,7 +31,7 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_patching = ForkedLock()
+patching = ForkedLock()
 
 
 _COUNT = r".*\['num_items_in_batch'\]"
@@ -54,7 +53,7 @@ def dynamo_flags() -> Iterator[None]:
     if _local.flags_are_set:
         yield
         return
-    with _patching:
+    with patching:
         _patch_dynamo()
     config = torch._dynamo.config
     flags = config.patch(
@@ -79,15 +78,14 @@ def dynamo_flags() -> Iterator[None]:
 @functools.cache
 def _patch_dynamo() -> None:
     """Patch Dynamo for our compilations, once: when a compiled model is first called, not when it is imported."""
-    install_known_branches(_is_ours)
-    keep_float_updates(_is_ours)
-    install_retries(_is_ours)
-    trace_packed_sequences(_is_ours)
-    break_at_transformed_functions(_is_ours)
+    install_known_branches(is_ours)
+    keep_float_updates(is_ours)
+    install_retries(is_ours)
+    break_at_transformed_functions(is_ours)
     _log_metrics_with_functions()
 
 
-def _is_ours() -> bool:
+def is_ours() -> bool:
     """Whether the current thread traces one of our compilations."""
     return _local.flags_are_set
 

@@ -25,7 +25,7 @@ def keep_float_updates(active: Callable[[], bool]) -> None:
     from torch._dynamo.output_graph import OutputGraph
 
     remove = OutputGraph.remove_tensorify_specialized_graphargs
-    if getattr(remove, "_keeps_updates", False):
+    if getattr(remove, "roundpipe_fx", False):
         return
 
     @functools.wraps(remove)
@@ -44,5 +44,5 @@ def keep_float_updates(active: Callable[[], bool]) -> None:
             for node, value in stood_for.items():
                 node.meta["example_value"] = value
 
-    remove_inputs_alone._keeps_updates = True  # type: ignore[attr-defined]
+    remove_inputs_alone.roundpipe_fx = True  # type: ignore[attr-defined]
     OutputGraph.remove_tensorify_specialized_graphargs = remove_inputs_alone  # type: ignore[method-assign]

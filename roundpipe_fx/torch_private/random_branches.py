@@ -1,8 +1,9 @@
 """Branches on random numbers whose outcome is known, such as layer drop with a probability of zero.
 
-Many models have ``if torch.rand([]) < self.layerdrop: continue`` in their loop over layers, and Dynamo breaks the graph
-there at each layer, even if ``layerdrop`` is 0, which is the default. ``torch.rand`` returns numbers in [0, 1), so the
-outcome of the comparison is then known while tracing.
+BART, OPT, Wav2Vec2, Whisper and more than 30 other models of Hugging Face Transformers have ``if torch.rand([]) <
+self.layerdrop: continue`` in their loop over layers, and Dynamo breaks the graph there at each layer, even if
+``layerdrop`` is 0, which is the default. A budget then holds for each part alone, and no segment spans two layers.
+``torch.rand`` returns numbers in [0, 1), so the outcome of the comparison is known while tracing.
 """
 
 from __future__ import annotations

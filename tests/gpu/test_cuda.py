@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import roundpipe_fx
+from roundpipe_fx.compat.rotor import Checkpointable
 from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -163,7 +164,7 @@ def test_checkpointable_within_its_limit() -> None:
 
     peak_of(model)
     limit = peak_of(model) // 2
-    assert peak_of(roundpipe_fx.Checkpointable(model, x, mem_limit=limit)) <= limit
+    assert peak_of(Checkpointable(model, x, mem_limit=limit)) <= limit
 
 
 @pytest.mark.parametrize("offload_to_cpu", [False, True])

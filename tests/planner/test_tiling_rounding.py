@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.report.plan_parts import PlannedTiles
+from roundpipe_fx.ir.decisions import PlannedTiles
 from tests.planner.tiled import TOLERANCE, assert_close, is_tiled, minimum, step
 
 WORDS, WIDTH = 32_768, 16

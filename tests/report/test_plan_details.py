@@ -13,8 +13,8 @@ from roundpipe_fx.analysis.caching_allocator import CachingAllocator
 from roundpipe_fx.analysis.liveness import Event, levels_of, lifetimes_of, peak_of
 from roundpipe_fx.analysis.program_events import course_of
 from roundpipe_fx.analysis.simulator import levels_of_course, peak_of_course
+from roundpipe_fx.ir.decisions import LISTS
 from roundpipe_fx.report.plan_details import details_as_data, details_from_data
-from roundpipe_fx.report.plan_parts import LISTS
 from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
 from tests.pipeline.steps import CPUS, Blocks
 

@@ -18,9 +18,9 @@ from torch import nn
 import roundpipe_fx
 from roundpipe_fx.analysis.memory_timeline import Lifetime, MemoryTimeline, Moment
 from roundpipe_fx.budget import bytes_text
+from roundpipe_fx.ir.decisions import PlannedValue
 from roundpipe_fx.report import plan_page
 from roundpipe_fx.report.plan_details import EmittedStep, PlanDetails
-from roundpipe_fx.report.plan_parts import PlannedValue
 from roundpipe_fx.report.timeline import Bar, Timeline
 from roundpipe_fx.schedules import Action
 from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.analysis.simulator import LiveValue
 from roundpipe_fx.budget import bytes_text
-from roundpipe_fx.report.plan_parts import (
+from roundpipe_fx.ir.decisions import (
     GatheredStage,
+    LiveValue,
     PlannedDivision,
     PlannedMesh,
     PlannedPipeline,

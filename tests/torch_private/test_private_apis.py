@@ -104,6 +104,31 @@ def test_no_other_file_uses_private_names() -> None:
     assert not used
 
 
+OF_OTHERS = {"_from_config", "_hf_hook", "_instances", "_make"}
+"""Of transformers, accelerate, tqdm and named tuples."""
+ONLY_IN_SOME_RELEASES = {"_fsdp_param_groups", "_torchdynamo_disable_msg"}
+
+
+def test_the_canary_looks_for_every_private_attribute() -> None:
+    """Of objects of PyTorch's: attributes that this package does not set itself, and that are no operators."""
+    ours, read = set(), set()
+    for path in [*ROOT.glob("roundpipe_fx/**/*.py"), *ROOT.glob("passes/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.FunctionDef(name=name) | ast.Name(id=name, ctx=ast.Store()) | ast.alias(name=name):
+                    ours.add(name)
+                case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                    ours.add(name)
+                case ast.Attribute(attr=name) if re.match(r"_[a-zA-Z]", name):
+                    read.add(name)
+                case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=name), *_]):
+                    read.update(re.findall("^_[a-zA-Z].*", name))
+    names = {part for texts in (*canary.USED.values(), *canary.USED) for part in re.split(r"[ .]", texts)}
+    names |= {part for texts in canary.SPELLED.values() for text in texts for part in re.findall(r"\w+", text)}
+    missing = read - ours - names - OF_OTHERS - ONLY_IN_SOME_RELEASES
+    assert not {name for name in missing if not hasattr(torch.ops.aten, name)}
+
+
 def test_every_file_is_on_the_page() -> None:
     assert re.findall(r"^### `(.+?)`", PAGE, flags=re.MULTILINE) == [path.name for path in FILES[1:]]
 

@@ -12,14 +12,14 @@ checkpointable   ``Checkpointable``: a module that runs by a sequence
 Chains, sequences and the algorithms that compute them are in :mod:`roundpipe_fx.remat.sequences`.
 """
 
-from roundpipe_fx.remat.sequences.algorithms import ALGORITHMS
+from roundpipe_fx.compat.rotor.checkpointable import Checkpointable
 from roundpipe_fx.remat.sequences.chain import Chain
 from roundpipe_fx.remat.sequences.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence
 
 __all__ = [
-    "ALGORITHMS",
     "Backward",
     "Chain",
+    "Checkpointable",
     "ForwardCheck",
     "ForwardEnable",
     "ForwardNograd",

@@ -28,7 +28,7 @@ class Checkpointable(nn.Module):
 
     ::
 
-        model = roundpipe_fx.Checkpointable(model)
+        model = Checkpointable(model)
         model.measure(x)
         model.compute_sequence(2 << 30)
         model(x).sum().backward()

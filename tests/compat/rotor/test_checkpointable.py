@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx import Checkpointable
+from roundpipe_fx.compat.rotor import Checkpointable, ForwardCheck, ForwardEnable, ForwardNograd
 from roundpipe_fx.report.peak_memory import measure_peak
 from tests.counting import count_operations
 from tests.long import long_but
@@ -101,8 +101,8 @@ def test_layers_run_as_the_sequence_says() -> None:
     wrapped.measure(X)
     for algo in ("no-checkpoint", "every-segment", "periodic"):
         sequence = wrapped.compute_sequence(1 << 30, algo=algo)
-        forwards = sum(isinstance(o, (roundpipe_fx.ForwardEnable, roundpipe_fx.ForwardCheck)) for o in sequence)
-        forwards += sum(isinstance(o, roundpipe_fx.ForwardNograd) for o in sequence)
+        forwards = sum(isinstance(o, (ForwardEnable, ForwardCheck)) for o in sequence)
+        forwards += sum(isinstance(o, ForwardNograd) for o in sequence)
         with count_operations() as ran:
             step(wrapped, X)
         assert ran[torch.ops.aten.gelu.default] == forwards

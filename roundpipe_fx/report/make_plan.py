@@ -11,82 +11,95 @@ Each operation of a stage is counted once. Its marks say to which seconds and to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
 
+from roundpipe_fx.analysis.allocator_histories import histories_of
+from roundpipe_fx.analysis.caching_allocator import CachingAllocator, History
 from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data, learned_name
-from roundpipe_fx.analysis.simulator import PeakMoment
-from roundpipe_fx.codegen import Program, StageModule
-from roundpipe_fx.compiler.plan_cache import Recalled
-from roundpipe_fx.compiler.planned_values import ValueCosts, allocating, hoist_reason, planned_values
+from roundpipe_fx.analysis.memory_timeline import memory_timeline
+from roundpipe_fx.analysis.simulator import peak_of_course, worst_history
+from roundpipe_fx.codegen import Program, StageModule, own_nodes
+from roundpipe_fx.compiler.lowered import Lowered, course_of_programs, trained_inputs
+from roundpipe_fx.compiler.planned_values import (
+    ValueCosts,
+    allocating,
+    hoist_reason,
+    planned_tiles,
+    planned_values,
+)
+from roundpipe_fx.ir.decisions import PlannedStage
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values
 from roundpipe_fx.ir.segment import Segment, StageCut
-from roundpipe_fx.ir.source import line_of
-from roundpipe_fx.ir.text import type_text
-from roundpipe_fx.ir.tile_loop import TileLoop
-from roundpipe_fx.remat.choose import Chosen
-from roundpipe_fx.report.alternatives import PlansInTiles
+from roundpipe_fx.report.emitted_lines import emitted_lines
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.report.plan_details import EmittedStep
-from roundpipe_fx.report.plan_parts import PlannedStage, PlannedTiles
 from roundpipe_fx.torch_private import assumed_sizes, input_sizes, module_path_text, size_hint
 
-__all__ = ["make_plan", "planned_tiles"]
+__all__ = ["plan_of"]
 
 
-def make_plan(
-    joint: JointGraph,
-    *,
-    modules: Mapping[tuple[int, Phase], StageModule],
-    forward: Program,
-    backward: Program | None,
-    recompute: str,
-    peak: PeakMoment,
-    chosen: Chosen | Recalled | None = None,
-    beyond_plan: int = 0,
-    alive: int = 1,
-    on_host: tuple[str, ...] = (),
-    read_step: Callable[[], EmittedStep] | None = None,
-    read_in_tiles: Callable[[], PlansInTiles] | None = None,
-) -> Plan:
-    """Read the plan off a finished graph.
+def plan_of(lowered: Lowered) -> Plan:
+    """Read the plan off a graph that was lowered.
 
     Args:
-        joint: the graph, after all passes.
-        modules: the emitted stage modules, by stage and phase.
-        forward: the forward program.
-        backward: the backward program; ``None``: there is none.
-        recompute: how it was decided what is recomputed, in words.
-        peak: the predicted peak.
-        chosen: the planner's result, if there is a budget.
-        beyond_plan: bytes that compiled stages are assumed to hold beyond what the graph says; the peak includes them.
-        alive: how many calls are assumed to be alive at once; the peak includes them.
-        on_host: names of the values that are on the host between the programs.
-        read_step: gives memory over the step, and where values stand in the emitted code.
-        read_in_tiles: gives what plans in tiles reach; ``None``: there are none.
+        lowered: the graph and its programs.
     """
+    joint, setting, chosen, backward = lowered.joint, lowered.setting, lowered.chosen, lowered.backward
     saved = [node for node in saved_values(joint) if node.op != "placeholder"] if backward is not None else []
-    segments = joint.segments
+    segments, modules = joint.segments, lowered.modules
     return Plan(
         stages=_planned_stages(joint, segments, joint.cuts, modules, saved),
         segments=(len(segments), len({segment.fingerprint for segment in segments})),
-        recompute=recompute,
-        budget=chosen.limit if chosen is not None else None,
-        peak=peak,
+        recompute=setting.options.recompute or "none",
+        budget=lowered.budget,
+        peak=lowered.peak,
         trade_off=chosen.frontier if chosen is not None else (),
-        assumed=_assumed(joint, beyond_plan, alive),
+        assumed=_assumed(joint, setting.beyond_plan, setting.step.alive if setting.step is not None else 1),
         sizes=_largest_inputs(joint),
         training=backward is not None,
         modules=tuple(modules.values()),
-        on_host=on_host,
-        programs=(forward,) if backward is None else (forward, backward),
+        on_host=tuple(copy.value for copy in setting.context.host_copies),
+        programs=(lowered.forward,) if backward is None else (lowered.forward, backward),
         read_operations=chosen.read_operations if chosen is not None else None,
-        read_step=read_step,
-        read_in_tiles=read_in_tiles,
+        # Of what is needed for it, so that the plan does not keep the planner's result.
+        read_step=functools.partial(
+            _emitted_step,
+            joint,
+            modules,
+            lowered.forward,
+            backward,
+            lowered.tangents,
+            setting.device,
+            setting.histories,
+        ),
+        read_in_tiles=setting.read_in_tiles,
         tiles=planned_tiles(joint),
     )
+
+
+def _emitted_step(
+    joint: JointGraph,
+    modules: Mapping[tuple[int, Phase], StageModule],
+    forward: Program,
+    backward: Program | None,
+    tangents: Collection[fx.Node],
+    device: torch.device,
+    now: Sequence[History],
+) -> EmittedStep:
+    """What is read off the programs when somebody looks at the plan."""
+    nodes = own_nodes(joint, modules)
+    course = course_of_programs(joint, forward, backward, tangents, device)
+    histories = *histories_of(device, peak_of_course(course).bytes), *now
+    memory = memory_timeline(course, nodes)
+    if histories:
+        trained = trained_inputs(joint)
+        worst = worst_history(course, histories, trained)
+        memory = memory_timeline(course, nodes, CachingAllocator(), trained, worst)
+    return EmittedStep(memory=memory, lines=emitted_lines(modules.values(), nodes))
 
 
 def _planned_stages(
@@ -161,31 +174,6 @@ def _equal_stages(cuts: Sequence[StageCut], modules: Mapping[tuple[int, Phase], 
         same = first.setdefault(digests, cut.index)
         equal[cut.index] = None if same == cut.index else same
     return equal
-
-
-def planned_tiles(joint: JointGraph) -> tuple[PlannedTiles, ...]:
-    """The loops over tiles of a graph.
-
-    Args:
-        joint: a graph with costs.
-    """
-    loops = [(node, node.target) for node in joint.computed() if isinstance(node.target, TileLoop)]
-    return tuple(_planned_loop(node, loop) for node, loop in loops)
-
-
-def _planned_loop(node: fx.Node, loop: TileLoop) -> PlannedTiles:
-    widest = loop.widest
-    return PlannedTiles(
-        name=widest.name,
-        module=module_path(node, module_path_text),
-        type=type_text(torch.empty(widest.shape, dtype=widest.dtype, device="meta")),
-        bytes=widest.bytes,
-        rows=loop.rows,
-        tiles=loop.tiles,
-        seconds=node.meta[Mark.SECONDS],
-        line=line_of(node),
-        loop=node.name,
-    )
 
 
 def _seconds(nodes: Iterable[fx.Node]) -> float:

@@ -1,14 +1,25 @@
-"""Process groups: the store that all ranks share, a group's timeout, a group in a traced graph and its collectives."""
+"""``torch.distributed``: the store that all ranks share, groups and their collectives in a traced graph, local parts of
+DTensors, specifications of ``torch.distributed.pipelining``."""
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-__all__ = ["default_store", "group_ranks", "group_timeout", "largest_of_group", "wait_for_collective"]
+__all__ = [
+    "default_store",
+    "group_ranks",
+    "group_timeout",
+    "is_replicate_spec",
+    "largest_of_group",
+    "local_part",
+    "wait_for_collective",
+]
 
 
 def default_store() -> dist.Store:
@@ -49,3 +60,21 @@ def largest_of_group(value: torch.Tensor, group: Any) -> torch.Tensor:
 
     largest: torch.Tensor = wait_tensor(all_reduce(value, "max", group))
     return largest
+
+
+def is_replicate_spec(spec: Any) -> bool:
+    """Whether a specification says that a value is the same for every microbatch: ``_Replicate``, or one of it.
+
+    Args:
+        spec: the user's. Where the user has not imported its module, it cannot be one, and the module is not imported.
+    """
+    if "torch.distributed.pipelining.microbatch" not in sys.modules:
+        return False
+    from torch.distributed.pipelining.microbatch import _Replicate
+
+    return issubclass(spec if isinstance(spec, type) else type(spec), _Replicate)
+
+
+def local_part(value: DTensor) -> torch.Tensor:
+    """The local tensor of a DTensor, always the same object. ``to_local()`` of a parameter makes a view each time."""
+    return value._local_tensor

@@ -7,12 +7,26 @@ need it (:mod:`roundpipe_fx.passes.resolved_random_branches`).
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
-from roundpipe_fx.ir.random_branches import RESOLVED_RANDOM_BRANCH
 from roundpipe_fx.torch_private import resolved_random_branch
 
-__all__ = ["keep_resolved_random_branches"]
+__all__ = ["RESOLVED_RANDOM_BRANCH", "keep_resolved_random_branches"]
+
+
+@torch.library.custom_op("roundpipe_fx::resolved_random_branch", mutates_args=())
+def _resolved_random_branch(number: torch.Tensor) -> None:
+    """Reads a random number and does nothing."""
+
+
+@_resolved_random_branch.register_fake
+def _(number: torch.Tensor) -> None:
+    return None
+
+
+RESOLVED_RANDOM_BRANCH = torch.ops.roundpipe_fx.resolved_random_branch.default
+fx.node.has_side_effect(RESOLVED_RANDOM_BRANCH)  # it is there not to be dropped
 
 
 def keep_resolved_random_branches(module: fx.GraphModule) -> None:

@@ -1,20 +1,30 @@
-"""Parts of a plan: values, tiles, stages and the pipeline, as plain data."""
+"""What a plan decided, as plain data: values, tiles, stages, the pipeline, and the whole."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from roundpipe_fx.budget import bytes_text
 
 __all__ = [
     "LISTS",
+    "Decisions",
     "GatheredStage",
+    "LiveValue",
     "OffloadedValue",
+    "PeakMoment",
     "PlannedDivision",
     "PlannedMesh",
     "PlannedPipeline",
     "PlannedStage",
     "PlannedTiles",
     "PlannedValue",
+    "tiles_text",
 ]
+
+_REGIONS = 6
+"""Number of tiled regions that are listed."""
 
 LISTS = ("saved", "hoisted", "recomputed", "replayed", "passing")
 """Lists of values that a stage has; each value is in one of them, replayed ones in two."""
@@ -281,3 +291,144 @@ class PlannedPipeline:
         """Bytes that a step needs on the host: values from the devices; for an offloaded model also weights, gradients,
         and what the optimizer has, where it is known."""
         return self.host_weight_bytes + self.host_gradient_bytes + self.host_value_bytes + self.host_optimizer_bytes
+
+
+@dataclass(frozen=True)
+class LiveValue:
+    """A value that is alive at the peak.
+
+    Attributes:
+        name: name in the emitted code.
+        module: path of the user's module that computed it.
+        bytes: bytes of its storage.
+        gradient: whether it is a gradient that the backward returns, of a parameter or an input.
+        line: file and line of the user's program that computes a value outside of all modules, as ``loss.py:12``.
+    """
+
+    name: str
+    module: str
+    bytes: int
+    gradient: bool = False
+    line: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakMoment:
+    """The peak of a step.
+
+    Attributes:
+        bytes: bytes allocated at the peak.
+        call: the stage module that runs at the peak.
+        value: the value that is being computed.
+        module: path of the user's module that it belongs to.
+        live: the values alive at the peak, largest first.
+        line: file and line of the user's program that computes the value, as ``model.py:12``; empty if unknown.
+    """
+
+    bytes: int
+    call: str
+    value: str
+    module: str
+    live: tuple[LiveValue, ...]
+    line: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Decisions:
+    """All decisions of one compilation: the data of a :class:`roundpipe_fx.Plan`.
+
+    Attributes:
+        stages: the stages in order.
+        segments: how many segments the forward was cut into, and how many structurally different ones.
+        recompute: the option it was made with.
+        budget: bytes that a step may allocate at most at one time; ``None``: no limit.
+        peak: when a step allocates most at one time, predicted by simulating the emitted programs; if pipelined, when
+            one microbatch that runs alone does.
+        trade_off: (peak bytes, modelled seconds of recomputation) of all plans that were considered; empty without a
+            budget.
+        assumed: what data-dependent sizes are taken to be, by symbol (the others count with their upper bounds), and
+            the bytes that operators allocate for themselves where that depends on data.
+        sizes: the largest inputs that it was made for and is used with, by input and dimension; empty where all sizes
+            are fixed, or the budget is no number of bytes.
+        training: whether there is a backward.
+        tiles: regions that are carried out in tiles; sums over tiles round differently.
+        gathered_bytes: bytes that FSDP2 allocates at most at one time to gather parameters, beside ``budget`` and
+            ``peak``: of a budget in bytes they are set aside.
+        bucket_bytes: bytes of the buckets of the DistributedDataParallel around the model, or inside: it allocates them
+            when it is made, not in a step.
+        library_bytes: bytes that libraries keep on the devices for their threads and streams (workspaces of cuBLAS),
+            when the plan is made: they are allocated before a step begins, and never freed.
+        on_host: names of the saved values that are on the host between forward and backward. (Those of a pipeline are
+            in ``pipeline.offloaded``.)
+        pipeline: how a step is pipelined, if it is; the rest of the plan is then that of one microbatch.
+    """
+
+    stages: tuple[PlannedStage, ...]
+    segments: tuple[int, int]
+    recompute: str
+    budget: int | None
+    peak: PeakMoment
+    trade_off: tuple[tuple[int, float], ...]
+    assumed: Mapping[str, int]
+    sizes: Mapping[str, int]
+    training: bool
+    tiles: tuple[PlannedTiles, ...] = ()
+    gathered_bytes: int = 0
+    bucket_bytes: int = 0
+    library_bytes: int = 0
+    on_host: tuple[str, ...] = ()
+    pipeline: PlannedPipeline | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that a step needs on the host for values that leave the devices; for an offloaded model also, in pinned
+        memory, for its weights and their gradients, and where the optimizer is known, for its state and copies of
+        parameters."""
+        if self.pipeline is not None:
+            return self.pipeline.host_bytes
+        return sum(value.bytes for value in self._saved if value.name in self.on_host)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of computed values that the forward keeps on the device for the backward, hoisted values and RNG states
+        included."""
+        return sum(value.bytes for value in self._saved if value.name not in self.on_host)
+
+    @property
+    def _saved(self) -> list[PlannedValue]:
+        return [value for stage in self.stages for value in (*stage.saved, *stage.hoisted)]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of a step: bytes allocated at most at one time beyond what was allocated when it began.
+
+        The forward's outputs count until the backward is over, since the caller may hold them. Of a pipelined step, the
+        bytes of the device that needs most, with all its microbatches in flight: what a budget bounds. (That of one
+        microbatch which runs alone is ``peak.bytes``; all devices are in ``pipeline.peak_bytes``.)
+        """
+        return self.peak.bytes if self.pipeline is None else max(self.pipeline.peak_bytes)
+
+    @property
+    def forward_seconds(self) -> float:
+        """Modelled seconds of the forward."""
+        return sum(stage.forward_seconds for stage in self.stages)
+
+    @property
+    def recompute_seconds(self) -> float:
+        """Modelled seconds of recomputation in the backward."""
+        return sum(stage.recompute_seconds for stage in self.stages)
+
+
+def tiles_text(tiles: Sequence[PlannedTiles]) -> str:
+    """All that is carried out in tiles, in one line; equal regions are named once."""
+    alike: dict[tuple[str, int], list[PlannedTiles]] = {}
+    for planned in tiles:
+        alike.setdefault((planned.type, planned.tiles), []).append(planned)
+    parts = []
+    for (kind, count), same in list(alike.items())[:_REGIONS]:
+        modules = list(dict.fromkeys(planned.module or "the model" for planned in same))
+        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+        parts.append(f"{modules[0]}{more} ({kind}, {bytes_text(same[0].bytes)}) in {count} tiles")
+    if len(alike) > _REGIONS:
+        parts.append(f"… {len(alike) - _REGIONS} more")
+    return "; ".join(parts)

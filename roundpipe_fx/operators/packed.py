@@ -7,12 +7,13 @@ results of its steps are never saved.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from roundpipe_fx.torch_private import autograd_in_kernels, pack_padded, pad_packed, recurrent_kernel, without_mkldnn
 
 __all__ = ["pack", "pad", "recur"]
 
@@ -33,7 +34,7 @@ def pack(
     Returns:
         the elements of the sequences step by step, and the number of sequences at each step.
     """
-    data, batch_sizes = torch._VF._pack_padded_sequence(padded, lengths, batch_first)
+    data, batch_sizes = pack_padded(padded, lengths, batch_first)
     return data.clone() if _share_storage(data, padded) else data, batch_sizes
 
 
@@ -99,7 +100,7 @@ def pad(
             "Expected total_length to be at least the length of the longest sequence in input, but got "
             f"total_length={steps} and max sequence length being {longest}"
         )
-    padded, lengths = torch._VF._pad_packed_sequence(data, batch_sizes, batch_first, value, steps)
+    padded, lengths = pad_packed(data, batch_sizes, batch_first, value, steps)
     return padded.contiguous(), lengths
 
 
@@ -126,7 +127,7 @@ def _pad_backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
 @torch.library.custom_op("roundpipe_fx::unpad", mutates_args=())
 def unpad(padded: Tensor, lengths: Tensor, batch_first: bool, rows: int) -> Tensor:
     """The elements of padded sequences within their lengths, step by step."""
-    data = torch._VF._pack_padded_sequence(padded, lengths, batch_first)[0]
+    data = pack_padded(padded, lengths, batch_first)[0]
     return data.clone() if _share_storage(data, padded) else data
 
 
@@ -182,7 +183,7 @@ def _run(
 ) -> list[Tensor]:
     first = tuple(states) if kind == "lstm" else states[0]
     with torch.autocast(data.device.type, autocast, enabled=autocast is not None):
-        return list(getattr(torch._VF, kind)(data, batch_sizes, first, list(weights), *options))
+        return list(recurrent_kernel(kind)(data, batch_sizes, first, list(weights), *options))
 
 
 @recur.register_fake
@@ -219,14 +220,9 @@ def _types_under_autocast(
     """Dtypes of the results under autocast, found by running one step of one sequence."""
     one = [state.new_empty([state.shape[0], 1, state.shape[2]]) for state in states]
     first = tuple(one) if kind == "lstm" else one[0]
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        with torch.autocast(data.device.type, autocast), torch.no_grad():
-            step = data.new_empty([1, 1, data.shape[1]])
-            results = getattr(torch._VF, kind)(step, first, list(weights), *options, False)
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
+    with without_mkldnn(), torch.autocast(data.device.type, autocast), torch.no_grad():
+        step = data.new_empty([1, 1, data.shape[1]])
+        results = recurrent_kernel(kind)(step, first, list(weights), *options, False)
     return [result.dtype for result in results]
 
 
@@ -287,7 +283,7 @@ def recur_backward(
         needs: which of data, states and weights need a gradient.
         sums: for each returned gradient, its accumulated value; may be empty.
     """
-    with _autograd():
+    with autograd_in_kernels():
         wanted = iter(needs)
         differentiated = [value.detach().requires_grad_(next(wanted)) for value in (data, *states, *weights)]
         count = 1 + len(states)
@@ -330,26 +326,6 @@ def _(
 
 
 recur.register_autograd(_recur_backward, setup_context=_keep_for_recur)
-
-
-@contextlib.contextmanager
-def _autograd() -> Iterator[None]:
-    """Context manager that enables autograd inside an operator's kernel, where it is disabled."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in _AUTOGRAD:
-        excluded = excluded.remove(key)
-    with (
-        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded),
-        torch.enable_grad(),
-    ):
-        yield
-
-
-_AUTOGRAD = [
-    getattr(torch._C.DispatchKey, name)
-    for name in ("AutogradCPU", "AutogradCUDA", "AutogradXPU", "AutogradMPS", "AutogradOther", "ADInplaceOrView")
-    if hasattr(torch._C.DispatchKey, name)
-]
 
 
 def _share_storage(one: Tensor, other: Tensor) -> bool:

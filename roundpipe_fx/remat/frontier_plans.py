@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.ir.alternative_plans import Alternative, Alternatives, AlternativeValue
 from roundpipe_fx.ir.joint_graph import module_path
 from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.remat.blocks import Blocks
@@ -23,90 +23,10 @@ from roundpipe_fx.remat.search import Candidate, everything_kept, refine, search
 from roundpipe_fx.remat.several_calls import search_for_step
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["Alternative", "AlternativeValue", "Alternatives", "Noted", "PlansInTiles", "alternatives_of", "joined"]
+__all__ = ["Noted", "alternatives_of"]
 
 _PIECES = 800
 """Number of pieces that the curve of a plan is given in, at most."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlternativeValue:
-    """A value of the forward that some plan of the frontier saves or recomputes.
-
-    Attributes:
-        name: name in the emitted code.
-        module: path of the user's module that computes it.
-        line: file and line of the user's program; empty if unknown.
-        bytes: bytes of its storage.
-        seconds: modelled seconds of computing it once.
-    """
-
-    name: str
-    module: str
-    line: str
-    bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """A plan of the frontier.
-
-    Attributes:
-        bytes: its peak, as the frontier says.
-        seconds: modelled seconds of recomputation, likewise; of a plan in tiles, with what its operations take longer.
-        curve: bytes allocated at most in each piece of the step: as many operations each, in order. Its maximum can
-            differ from ``bytes``, which may count values that are equal once, or several calls.
-        forward: number of pieces of the forward.
-        saved: indices of the values that it saves.
-        recomputed: indices of the values that it recomputes.
-        devices: of a pipeline, which has no ``curve``, for each device the bytes allocated at most by an action that
-            runs there in each piece of the step: as many seconds each, 0 where it waits.
-        makespan: of a pipeline, the modelled seconds of its step.
-        tiles: what is carried out in tiles; empty: nothing.
-    """
-
-    bytes: int
-    seconds: float
-    curve: tuple[int, ...]
-    forward: int
-    saved: tuple[int, ...]
-    recomputed: tuple[int, ...]
-    devices: tuple[tuple[int, ...], ...] = ()
-    makespan: float = 0.0
-    tiles: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alternatives:
-    """The plans of the frontier.
-
-    Attributes:
-        values: what they differ in.
-        plans: highest peak first; points of the frontier that the search does not reach again are missing. A pipeline
-            that was chosen and is not on the frontier is the last.
-        chosen: index of the plan that was chosen; ``None`` if it is none of them.
-    """
-
-    values: tuple[AlternativeValue, ...] = ()
-    plans: tuple[Alternative, ...] = ()
-    chosen: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlansInTiles:
-    """What plans in tiles reach.
-
-    Attributes:
-        plans: in tiles, and those without; some may be dominated.
-        seconds: modelled seconds of a step without tiles and recomputation.
-        anywhere: whether a plan in tiles is taken wherever it takes fewer seconds; else only below the lowest peak
-            that is reached without.
-    """
-
-    plans: Alternatives
-    seconds: float
-    anywhere: bool
 
 
 class Noted:
@@ -159,36 +79,6 @@ class Noted:
             if name not in self._values:
                 self._values[name] = _value(graph, storage)
         return tuple(self._numbers.setdefault(name, len(self._numbers)) for name in nodes)
-
-
-def joined(parts: Sequence[Alternatives], is_told: Callable[[Alternative], bool]) -> Alternatives:
-    """Some plans of several frontiers as those of one, highest peak first.
-
-    Args:
-        parts: frontiers; values of the same name are the same. The plan that was chosen is of the first.
-        is_told: says of a plan whether it is one of them; the one that was chosen always is.
-    """
-    values: dict[str, AlternativeValue] = {}
-    numbers: dict[str, int] = {}
-    plans: list[tuple[Alternative, bool]] = []
-    known: set[tuple[int, float]] = set()
-
-    def renumbered(part: Alternatives, indices: Iterable[int]) -> tuple[int, ...]:
-        values_of_part = [part.values[index] for index in indices]
-        for value in values_of_part:
-            values.setdefault(value.name, value)
-        return tuple(numbers.setdefault(value.name, len(numbers)) for value in values_of_part)
-
-    for place, part in enumerate(parts):
-        for index, plan in enumerate(part.plans):
-            is_own, point = not place and index == part.chosen, (plan.bytes, plan.seconds)
-            if is_own or (is_told(plan) and point not in known):
-                known.add(point)
-                saved, recomputed = renumbered(part, plan.saved), renumbered(part, plan.recomputed)
-                plans.append((dataclasses.replace(plan, saved=saved, recomputed=recomputed), is_own))
-    plans.sort(key=lambda item: (-item[0].bytes, item[0].seconds))
-    chosen = next((index for index, (_, is_own) in enumerate(plans) if is_own), None)
-    return Alternatives(values=tuple(values.values()), plans=tuple(plan for plan, _ in plans), chosen=chosen)
 
 
 def alternatives_of(

@@ -1,8 +1,9 @@
-"""Packed sequences: makes Dynamo trace functions on them, which it skips otherwise.
+"""Packed sequences: functions on them as Dynamo can trace them.
 
 Dynamo does not trace ``pack_padded_sequence`` and ``pad_packed_sequence``, and recurrent modules read the number of
 sequences on the host. In our compilations Dynamo inlines the functions below instead; what cannot be traced in these is
-an operator of :mod:`roundpipe_fx.torch_private.packed_operators`.
+an operator of :mod:`roundpipe_fx.operators.packed`. Models that need it: taggers and acoustic models with an LSTM or a
+GRU over sentences of different lengths, whose graph otherwise breaks at each call of the three.
 
 The number of sequences is known from the padded tensor. The packed sequence stores it, because otherwise the size of
 the last states, which users add to and compare with others, would be known only at run time.
@@ -10,74 +11,25 @@ the last states, which users add to and compare with others, would be known only
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import FunctionType
+import functools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.nn.utils import rnn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from roundpipe_fx.torch_private.packed_operators import pack, pad, recur
+from roundpipe_fx import torch_private
+from roundpipe_fx.operators.packed import pack, pad, recur
 
 __all__ = ["trace_packed_sequences"]
 
 
-def trace_packed_sequences(active: Callable[[], bool]) -> None:
-    """Patch Dynamo so that it traces packed sequences.
-
-    Args:
-        active: whether the current thread traces one of our compilations.
-    """
-    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
-
-    call_skipped: Any = SkipFunctionVariable.call_function
-    traced_forward: Any = forward
-    inline: Any = InstructionTranslatorBase.inline_user_function_return
-    if hasattr(inline, "roundpipe_fx"):
-        return
-
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        traced: Any = _TRACED_FUNCTIONS.get(self.value) if active() and isinstance(self.value, FunctionType) else None
-        if traced is None:
-            return call_skipped(self, tx, args, kwargs)
-        if traced is pack_padded_sequence and _are_read_from_tensors(_argument(1, "lengths", args, kwargs)):
-            traced = pack_by_numbers_of_tensors
-        return UserFunctionVariable(traced).call_function(tx, args, kwargs)
-
-    def inline_user_function_return(self: Any, fn: Any, args: Any, kwargs: Any, *others: Any, **options: Any) -> Any:
-        if active() and getattr(fn, "fn", None) in _FORWARDS and _is_packed(_argument(1, "input", args, kwargs)):
-            fn = UserFunctionVariable(traced_forward)
-        return inline(self, fn, args, kwargs, *others, **options)
-
-    inline_user_function_return.roundpipe_fx = True  # type: ignore[attr-defined]
-    SkipFunctionVariable.call_function = call_function  # type: ignore[method-assign]
-    InstructionTranslatorBase.inline_user_function_return = inline_user_function_return  # type: ignore[method-assign]
-
-
-_FORWARDS = (nn.RNN.forward, nn.LSTM.forward, nn.GRU.forward)
-
-
-def _argument(position: int, name: str, args: Any, kwargs: Any) -> Any:
-    return args[position] if len(args) > position else kwargs.get(name)
-
-
-def _is_packed(variable: Any) -> bool:
-    """Whether a variable of Dynamo is a packed sequence."""
-    try:
-        return variable is not None and issubclass(variable.python_type(), PackedSequence)
-    except NotImplementedError:
-        return False
-
-
-def _are_read_from_tensors(variable: Any) -> bool:
-    """Whether a variable of Dynamo is a list of numbers read from tensors, which are not known while tracing."""
-    items = getattr(variable.realize(), "items", ()) if variable is not None else ()
-    numbers = [getattr(item.realize(), "sym_num", None) for item in items] if isinstance(items, list | tuple) else []
-    return any(number is not None and free_unbacked_symbols(number) for number in numbers)
+@functools.cache
+def trace_packed_sequences() -> None:
+    """Make Dynamo trace packed sequences in our compilations."""
+    torch_private.trace_packed_sequences(
+        pack=pack_padded_sequence, pack_by_numbers=pack_by_numbers_of_tensors, pad=pad_packed_sequence, forward=forward
+    )
 
 
 def pack_padded_sequence(
@@ -125,12 +77,6 @@ def pad_packed_sequence(
     if unsorted_indices is None:
         return padded, lengths
     return padded.index_select(0 if batch_first else 1, unsorted_indices), lengths[unsorted_indices.cpu()]
-
-
-_TRACED_FUNCTIONS: dict[Any, Any] = {
-    rnn.pack_padded_sequence: pack_padded_sequence,
-    rnn.pad_packed_sequence: pad_packed_sequence,
-}
 
 
 def _sequences(packed: Any, states: tuple[Tensor, ...] | None) -> Any:

@@ -1,0 +1,109 @@
+"""The plan of a pipelined graph: that of one microbatch, with the part about the pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+from roundpipe_fx.ir.collectives import is_collective
+from roundpipe_fx.ir.decisions import OffloadedValue, PlannedMesh, PlannedPipeline
+from roundpipe_fx.ir.joint_graph import Mark, Phase, viewed
+from roundpipe_fx.pipeline.graph import PipelinedGraph
+from roundpipe_fx.pipeline.host_memory import host_memory_of
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
+from roundpipe_fx.pipeline.sharded_costs import gathered_stages
+from roundpipe_fx.report.make_plan import plan_of
+from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.schedules import Timing, simulate_time, with_transfers
+from roundpipe_fx.schedules.step_costs import device_orders
+
+__all__ = ["plan_of_pipeline"]
+
+
+def plan_of_pipeline(graph: PipelinedGraph) -> Plan:
+    """The plan of one microbatch, with the part about the pipeline."""
+    pipeline, pipelining = graph.pipeline, graph.pipeline.pipelining
+    timing = pipeline.predict(pipelining.microbatches)
+    order = with_transfers(timing.schedule, pipeline.main.steps.graph)
+    host = host_memory_of(pipeline, timing, pipelining)
+    planned = PlannedPipeline(
+        schedule=pipeline.structure.name,
+        devices=tuple(map(str, pipelining.devices)) or ("the model's",),
+        microbatches=pipelining.microbatches,
+        checkpoint="" if pipeline.budget is not None else pipelining.checkpoint or "never",
+        makespan=timing.makespan,
+        bubble=timing.bubble,
+        peak_bytes=timing.peak_bytes,
+        order="\n".join(f"{device}: {' '.join(map(str, actions))}" for device, actions in enumerate(order)),
+        brought_bytes=timing.brought_bytes,
+        loss_reduction=pipelining.loss_reduction,
+        sent_bytes=sum(offload.bytes for offload in timing.offloads),
+        sent_values=sum(len(offload.values) for offload in timing.offloads),
+        offloaded=_offloaded_values(pipeline, timing),
+        host_weight_bytes=host.weights,
+        host_gradient_bytes=host.gradients,
+        host_value_bytes=host.values,
+        host_optimizer_bytes=host.optimizer,
+        gathered_bytes=timing.gathered_bytes,
+        gathered=gathered_stages(pipeline.main.costs, timing),
+        mesh=_planned_mesh(pipeline, timing) if pipelining.network is not None else None,
+    )
+    return dataclasses.replace(
+        plan_of(pipeline.main.lowered),
+        budget=pipeline.budget,
+        trade_off=pipeline.trade_off,
+        alternatives=pipeline.alternatives,
+        pipeline=planned,
+        timing=timing,
+        measured=graph.measured,
+    )
+
+
+def _planned_mesh(pipeline: LoweredPipeline, timing: Timing) -> PlannedMesh:
+    """The replicas of a pipeline, and what communication costs."""
+    costs, pipelining = pipeline.main.costs, pipeline.pipelining
+    alone = simulate_time(timing.schedule, pipeline.main.steps.graph, costs.without_communication())
+    weights, optimizer = pipeline.bytes_between_steps(timing.schedule)
+    return PlannedMesh(
+        replicas=pipelining.replicas,
+        sharded=pipelining.sharded,
+        weight_bytes=tuple(weights),
+        optimizer_bytes=tuple(optimizer),
+        tensor_parallel=pipelining.tensor_parallel,
+        tensor_parallel_seconds=_seconds_within(pipeline, timing),
+        collective_seconds=max(timing.collective_seconds, default=0.0),
+        unhidden_seconds=timing.makespan - alone.makespan,
+        divisions=pipeline.divisions,
+    )
+
+
+def _seconds_within(pipeline: LoweredPipeline, timing: Timing) -> float:
+    """Seconds of a step that the device with most of them spends in the collectives of the graph itself."""
+    seconds: Counter[tuple[int, Phase]] = Counter()
+    for node in pipeline.main.lowered.joint.computed():
+        if is_collective(node.target):
+            seconds[node.meta[Mark.STAGE], node.meta[Mark.PHASE]] += node.meta[Mark.SECONDS]
+    of_step = {step: seconds[module.stage, module.phase] for step, module in pipeline.main.steps.modules.items()}
+    orders = device_orders(timing.schedule)
+    return max((sum(of_step.get(step, 0.0) for step in order.steps) for order in orders), default=0.0)
+
+
+def _offloaded_values(pipeline: LoweredPipeline, timing: Timing) -> tuple[OffloadedValue, ...]:
+    """The values that leave the devices, in the order in which they are computed."""
+    leaving: dict[int, set[int]] = {}
+    sizes: dict[int, int] = {}
+    for offload in timing.offloads:
+        for number, size in offload.values:
+            leaving.setdefault(number, set()).add(offload.microbatch)
+            sizes[number] = max(size, sizes.get(number, 0))
+    nodes = list(pipeline.main.steps.maker)
+    return tuple(
+        OffloadedValue(
+            name=str(node.meta.get(Mark.ORIGIN, node.name)),
+            number=number,
+            bytes=sizes[number],
+            microbatches=len(leaving[number]),
+        )
+        for number in sorted(leaving)
+        for node in (viewed(nodes[number]),)
+    )
