@@ -163,7 +163,8 @@ MARK_USES: Mapping[str, MarkUse] = {
     Mark.ON_HOST: _use("recompute_regions", "compiler"),
     Mark.SEGMENT: _use(
         "segments apply_remat_schedule",
-        "apply_remat_schedule rounds split_backward stages accumulate_gradients analysis compiler pipeline planner remat",
+        "apply_remat_schedule rounds split_backward stages accumulate_gradients analysis compiler pipeline planner "
+        "remat",
         "segments",
     ),
     Mark.STAGE: _use(

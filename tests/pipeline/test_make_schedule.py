@@ -12,9 +12,9 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.planner.lower_pipeline import _schedules_to_try
 from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.settings import parse_pipelining
+from roundpipe_fx.planner.lower_pipeline import _schedules_to_try
 from roundpipe_fx.schedules import (
     SCHEDULES,
     Action,
