@@ -249,7 +249,7 @@ def test_values_of_a_mesh_leave_for_the_host_where_a_budget_there_is_given(shape
     tokens = torch.empty(8, 2048, dtype=torch.long, device="meta")
     inputs: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
     common = {"device": "H100", "num_microbatches": 4, "mesh_shape": shape, "schedule": "gpipe", "tiling": "never"}
-    model = _llama(layers=8, width=1024)
+    model = _llama(layers=4, width=1024)
     ample = roundpipe_fx.plan(model, **inputs, memory_budget=1.0, **common)
     common["memory_budget"] = max(ample.pipeline.peak_bytes) * 55 // 100
     rooms = (None, 0, "64MiB", "16GiB")
