@@ -27,6 +27,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, tensor_values
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.save_policy import SavePolicy, recompute_rest
+from roundpipe_fx.torch_private import assumed_sizes, input_sizes, size_hint
 
 __all__ = ["device_of", "emit", "emit_by_policy", "full_of"]
 
@@ -108,6 +109,7 @@ def emit(
         overlapped = modules_to_overlap(joint, backward, unfilled) - reading
         _rewrite_program(backward, setting, overlapped)
     _rewrite_program(forward, setting)
+    of_inputs, assumed = input_sizes(joint.module), assumed_sizes(joint.module)
     return Lowered(
         joint=joint,
         setting=setting,
@@ -118,6 +120,12 @@ def emit(
         seconds=seconds,
         recompute_seconds=recompute_seconds,
         tangents=tangents,
+        sizes={
+            f"{joint.label(size.node)}, dimension {size.dim}": size_hint(size.size)
+            for size in of_inputs
+            if size.symbol in assumed
+        },
+        assumed={symbol: size for symbol, size in assumed.items() if symbol not in {own.symbol for own in of_inputs}},
     )
 
 

@@ -46,6 +46,9 @@ class Lowered:
         seconds: modelled, by stage and phase.
         recompute_seconds: modelled seconds of recomputation.
         tangents: the incoming gradients that a step is expected to pass; others are an expanded scalar zero.
+        sizes: the largest sizes that it holds for, by input and dimension, before they are guarded: a guard makes a
+            constant of a size that may only be what it is.
+        assumed: sizes that depend on data, by symbol.
     """
 
     joint: JointGraph
@@ -57,6 +60,8 @@ class Lowered:
     seconds: Mapping[tuple[int, Phase], float]
     recompute_seconds: float
     tangents: Collection[fx.Node]
+    sizes: Mapping[str, int]
+    assumed: Mapping[str, int]
 
     @property
     def stage_compiler(self) -> StageCompiler:

@@ -37,7 +37,7 @@ from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.report.emitted_lines import emitted_lines
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.report.plan_details import EmittedStep
-from roundpipe_fx.torch_private import assumed_sizes, input_sizes, module_path_text, size_hint
+from roundpipe_fx.torch_private import module_path_text
 
 __all__ = ["plan_of"]
 
@@ -58,8 +58,8 @@ def plan_of(lowered: Lowered) -> Plan:
         budget=lowered.budget,
         peak=lowered.peak,
         trade_off=chosen.frontier if chosen is not None else (),
-        assumed=_assumed(joint, setting.beyond_plan, setting.step.alive if setting.step is not None else 1),
-        sizes=_largest_inputs(joint),
+        assumed=_assumed(lowered),
+        sizes=lowered.sizes,
         training=backward is not None,
         modules=tuple(modules.values()),
         on_host=tuple(copy.value for copy in setting.context.host_copies),
@@ -180,28 +180,18 @@ def _seconds(nodes: Iterable[fx.Node]) -> float:
     return sum(node.meta[Mark.SECONDS] for node in nodes)
 
 
-def _assumed(joint: JointGraph, beyond_plan: int, alive: int) -> dict[str, int]:
+def _assumed(lowered: Lowered) -> dict[str, int]:
     """What a step may refute: sizes that depend on data, workspaces in bytes, calls alive at once."""
-    of_inputs = {size.symbol for size in input_sizes(joint.module)}
-    sizes = {symbol: size for symbol, size in assumed_sizes(joint.module).items() if symbol not in of_inputs}
+    beyond_plan, step = lowered.setting.beyond_plan, lowered.setting.step
+    alive = step.alive if step is not None else 1
     workspaces = {
         f"workspace of {learned_name(node)}": node.meta[Mark.WORKSPACE]
-        for node in joint.computed()
+        for node in lowered.joint.computed()
         if Mark.WORKSPACE in node.meta and depends_on_data(node)
     }
     compiled = {f"workspace of {COMPILED_STAGES}": beyond_plan} if beyond_plan else {}
     calls = {"calls alive at once": alive} if alive > 1 else {}
-    return {**sizes, **workspaces, **compiled, **calls}
-
-
-def _largest_inputs(joint: JointGraph) -> dict[str, int]:
-    """The largest sizes that the plan holds for, by input and dimension."""
-    assumed = assumed_sizes(joint.module)
-    return {
-        f"{joint.label(size.node)}, dimension {size.dim}": size_hint(size.size)
-        for size in input_sizes(joint.module)
-        if size.symbol in assumed
-    }
+    return {**lowered.assumed, **workspaces, **compiled, **calls}
 
 
 def _modules_text(nodes: Sequence[fx.Node]) -> str:
