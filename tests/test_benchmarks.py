@@ -23,7 +23,7 @@ def test_what_a_benchmark_replaces_exists() -> None:
 
 def test_replacements_are_seen() -> None:
     text = (
-        "from roundpipe_fx.compiler import lower\n"
+        "from roundpipe_fx.planner import lower\n"
         "lower.gone = 1\n"
         "def f():\n    with mock.patch.object(lower, 'gone_too', 0): pass\n"
         "lower.choose(1)\n"
