@@ -125,7 +125,7 @@ def emit(
             for size in of_inputs
             if size.symbol in assumed
         },
-        assumed={symbol: size for symbol, size in assumed.items() if symbol not in {own.symbol for own in of_inputs}},
+        assumed={symbol: size for symbol, size in assumed.items() if symbol not in {known.symbol for known in of_inputs}},
     )
 
 
