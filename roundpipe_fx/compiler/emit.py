@@ -110,6 +110,7 @@ def emit(
         _rewrite_program(backward, setting, overlapped)
     _rewrite_program(forward, setting)
     of_inputs, assumed = input_sizes(joint.module), assumed_sizes(joint.module)
+    symbols = {size.symbol for size in of_inputs}
     return Lowered(
         joint=joint,
         setting=setting,
@@ -125,7 +126,7 @@ def emit(
             for size in of_inputs
             if size.symbol in assumed
         },
-        assumed={symbol: size for symbol, size in assumed.items() if symbol not in {known.symbol for known in of_inputs}},
+        assumed={symbol: size for symbol, size in assumed.items() if symbol not in symbols},
     )
 
 
