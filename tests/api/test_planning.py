@@ -244,11 +244,10 @@ def test_replicas_of_a_pipeline_are_planned_once() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-def test_values_of_a_mesh_leave_for_the_host_where_a_budget_there_is_given(shape: tuple[int, int]) -> None:
+def test_values_of_a_mesh_leave_for_the_host_where_a_budget_there_is_given() -> None:
     tokens = torch.empty(8, 2048, dtype=torch.long, device="meta")
     inputs: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
-    common = {"device": "H100", "num_microbatches": 4, "mesh_shape": shape, "schedule": "gpipe", "tiling": "never"}
+    common = {"device": "H100", "num_microbatches": 4, "mesh_shape": (2, 1), "schedule": "gpipe", "tiling": "never"}
     model = _llama(layers=4, width=1024)
     ample = roundpipe_fx.plan(model, **inputs, memory_budget=1.0, **common)
     common["memory_budget"] = max(ample.pipeline.peak_bytes) * 55 // 100
@@ -260,8 +259,7 @@ def test_values_of_a_mesh_leave_for_the_host_where_a_budget_there_is_given(shape
     assert little.host_bytes <= 2**26 and much.host_bytes <= 2**34
     seconds = [plan.pipeline.makespan for plan in plans]
     assert max(seconds[2:]) <= seconds[1]
-    if shape == (2, 1):  # in a pipeline devices can recompute while they wait
-        assert seconds[3] < seconds[1] and "pinned on the host" in str(much)
+    assert seconds[3] < seconds[1] and "pinned on the host" in str(much)
     assert all(max(plan.pipeline.peak_bytes) <= common["memory_budget"] for plan in plans)
 
 

@@ -24,7 +24,6 @@ from tests.distributed import parallel_layers as layers
 from tests.distributed.models import MODELS, Net, language_loss, make
 from tests.distributed.parallel_layers import WORDS, BreakingNet, PickingNet, picking_parallel, vocabulary_parallel
 from tests.gpu.processes import on_devices
-from tests.long import long_but
 from tests.pipeline.steps import Blocks, squares
 
 pytestmark = [
@@ -308,7 +307,8 @@ def test_emulation(tmp_path: Path) -> None:
     on_devices(2, [check_emulation], tmp_path)
 
 
-@pytest.mark.parametrize("count", long_but([2, 3], quick={2}))
+@pytest.mark.long
+@pytest.mark.parametrize("count", [2, 3])
 def test_pipelines(count: int, tmp_path: Path) -> None:
     on_devices(count, [check_models, check_schedules], tmp_path)
 
@@ -317,6 +317,7 @@ def test_replicas_and_sharded_parameters(tmp_path: Path) -> None:
     on_devices(4, [check_replicas], tmp_path)
 
 
+@pytest.mark.long
 def test_budgets(tmp_path: Path) -> None:
     on_devices(4, [check_budget], tmp_path)
 
@@ -326,6 +327,7 @@ def test_values_on_the_host(tmp_path: Path) -> None:
     on_devices(4, [check_host], tmp_path)
 
 
+@pytest.mark.long
 def test_parallel_layers(tmp_path: Path) -> None:
     on_devices(4, [check_parallel_layers], tmp_path)
 
