@@ -26,9 +26,9 @@ from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.runtime.profiled_operators import profile_operators
 from roundpipe_fx.runtime.size_observer import ObserveSize, size_observer
 from roundpipe_fx.runtime.stage_collectives import collectives_of
-from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stage
+from roundpipe_fx.runtime.stage_compiler import COMPILING, Boxed, compile_stage
 from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph
-from roundpipe_fx.torch_private import ForkedLock, is_effect_token
+from roundpipe_fx.torch_private import is_effect_token
 
 __all__ = ["PipelinedGraph", "Seen", "pipelined_graph", "primals_read", "union"]
 
@@ -239,14 +239,13 @@ class _Compiled:
         self._module = module
         self._compiler = compiler
         self._see_workspace = see_workspace
-        self._lock = ForkedLock()
         self._elsewhere: dict[torch.device, Boxed] = {}
         self.random = random_streams.draws(module)
         self.call = self._compile(module)
 
     def elsewhere(self, device: torch.device) -> Boxed:
         """The same on another device."""
-        with self._lock:
+        with COMPILING:
             if device not in self._elsewhere:
                 self._elsewhere[device] = self._compile(moved(self._module, device))
             return self._elsewhere[device]

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.runtime.compiled_loops import Boxed
-from roundpipe_fx.torch_private import graph_module
+from roundpipe_fx.torch_private import ForkedLock, graph_module
 
 __all__ = ["by_arrival", "is_expanded"]
 
@@ -28,12 +28,13 @@ def is_expanded(value: Any) -> bool:
     return all(isinstance(step, int) and not step for step in value.stride())
 
 
-def by_arrival(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]) -> Boxed:
+def by_arrival(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed], compiling: ForkedLock) -> Boxed:
     """Compile a stage module for the expanded inputs that it was traced with, and for others when they arrive.
 
     Args:
         module: the stage module.
         compiled: compiles one.
+        compiling: held while something is compiled within a step.
 
     Returns:
         the stage, boxed.
@@ -49,8 +50,9 @@ def by_arrival(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxe
         arrived = frozenset(place for place in places if not is_expanded(arguments[place]))
         if not arrived:
             return usual(arguments)
-        if arrived not in others:
-            others[arrived] = compiled(_for_contiguous(module, arrived))
+        with compiling:
+            if arrived not in others:
+                others[arrived] = compiled(_for_contiguous(module, arrived))
         for place in arrived:
             arguments[place] = arguments[place].contiguous()
         return others[arrived](arguments)

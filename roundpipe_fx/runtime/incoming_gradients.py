@@ -61,6 +61,9 @@ class Like:
 def incoming_gradient(gradient: torch.Tensor | None, like: Like, strided: bool) -> torch.Tensor:
     """An incoming gradient with the strides that it was traced with; zeros if its output was not used.
 
+    One that was not expected has the strides in which it came: its stage is compiled for these
+    (:mod:`roundpipe_fx.runtime.expanded_inputs`).
+
     Args:
         gradient: the gradient; ``None``: its output was not used.
         like: its sizes and strides.
@@ -70,7 +73,7 @@ def incoming_gradient(gradient: torch.Tensor | None, like: Like, strided: bool) 
         return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
     if gradient is not None and gradient.stride() == like.stride:
         return gradient
-    if gradient is not None and len(like.shape) and not any(like.stride):  # none was expected
+    if gradient is not None and len(like.shape) and not any(like.stride):
         return gradient
     made = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
     return made.zero_() if gradient is None else made.copy_(gradient)

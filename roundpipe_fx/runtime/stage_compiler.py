@@ -22,7 +22,10 @@ from roundpipe_fx.runtime.expanded_inputs import by_arrival
 from roundpipe_fx.runtime.loss_gradients import DECOMPOSITIONS
 from roundpipe_fx.runtime.profiled_operators import profile_operators
 
-__all__ = ["Boxed", "compile_stage", "compile_stages"]
+__all__ = ["COMPILING", "Boxed", "compile_stage", "compile_stages"]
+
+COMPILING = torch_private.ForkedLock()
+"""Held by a worker that compiles within a step: all share the fake tensors of a graph, whose state is of one thread."""
 
 
 def compile_stages(
@@ -56,7 +59,10 @@ def compile_stages(
 
 def compile_stage(graph_module: fx.GraphModule, compiler: StageCompiler) -> Boxed:
     """Make one stage module callable. The result keeps the opaque calls of its graph alive."""
-    function = by_arrival(graph_module, lambda module: _compiled(module, compiler))
+    if compiler == "eager":
+        function = _compiled(graph_module, compiler)
+    else:
+        function = by_arrival(graph_module, lambda module: _compiled(module, compiler), COMPILING)
     return _holding(function, calls_in(graph_module.graph))
 
 

@@ -61,6 +61,23 @@ def test_a_gradient_that_arrives_is_used(door: str, dynamic: bool) -> None:
             torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "roundpipe"])
+def test_it_is_compiled_once_by_whichever_worker_needs_it_first(schedule: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model()
+    own = copy.deepcopy(model)
+    compiled = roundpipe_fx.compile(
+        own, stage_compiler="inductor", devices=["cpu"] * 2, num_microbatches=4, schedule=schedule
+    )
+    for logits in (False, True, False):
+        given = batch()
+        for mine, its in zip(
+            gradients(own, compiled, given, logits), gradients(model, model, given, logits), strict=True
+        ):
+            torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6)
+
+
 def test_missing_gradients_take_one_element() -> None:
     torch._dynamo.reset()
     model, given = Model(), batch()
