@@ -45,12 +45,12 @@ class Head(nn.Module):
 
 
 def test_no_ones_of_the_scores_size_are_made() -> None:
-    """Scores, their log-softmax and its gradient: the zeros into which ones are written would be the fourth."""
+    """The log-softmax and the gradient of the scores: zeros into which ones are written would be a third."""
     torch._dynamo.reset()
-    rows, words = 256, 4096
+    rows, words = 1024, 4096
     model, labels = Head(rows, words), torch.randint(words, (rows,))
-    compiled = roundpipe_fx.compile(model, stage_compiler="inductor")
+    compiled = roundpipe_fx.compile(model, stage_compiler="inductor", stages=1)
     for _ in range(2):
         with roundpipe_fx.measure_peak("cpu") as peak:
             compiled(labels).backward()
-    assert peak.bytes < 3.2 * 4 * rows * words, peak.bytes / (4 * rows * words)
+    assert peak.bytes < 2.1 * 4 * rows * words, peak.bytes / (4 * rows * words)
