@@ -16,7 +16,6 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.sync_ops import registered_sync_ops
 from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, within_the_rest
 from roundpipe_fx.api.compilation import compile_graph
-from roundpipe_fx.api.frozen_objects import old_objects_frozen
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.plans_of_modules import note_plan, noting_models
 from roundpipe_fx.budget import parse_budget
@@ -76,7 +75,7 @@ def make_backend(
 @contextlib.contextmanager
 def _around(*how: Any) -> Iterator[None]:
     """What Dynamo compiles a frame in; arguments of :func:`around_compilations`."""
-    with old_objects_frozen(), around_compilations(*how):
+    with around_compilations(*how):
         yield
 
 
