@@ -56,10 +56,10 @@ class Found(Generic[T]):
     """A plan within a budget.
 
     Attributes:
-        plan: it.
+        value: what was planned; its type depends on the search.
     """
 
-    plan: T
+    value: T
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ def plan_or_error(result: Result[T]) -> T:
         InfeasibleBudgetError: there is none.
     """
     if isinstance(result, Found):
-        return result.plan
+        return result.value
     raise InfeasibleBudgetError(result.bottleneck, result.minimum, result.wants_sizes)
 
 

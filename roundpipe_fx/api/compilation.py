@@ -194,8 +194,8 @@ class _Compilation:
         least = lower(spare, dataclasses.replace(self.options, memory_budget=result.minimum))
         if isinstance(least, Infeasible):
             return least
-        budget = None if least.plan.budget is None else max(least.plan.budget, allowed)
-        return Found(dataclasses.replace(least.plan, budget=budget, allowed=allowed, refused=result))
+        budget = None if least.value.budget is None else max(least.value.budget, allowed)
+        return Found(dataclasses.replace(least.value, budget=budget, allowed=allowed, refused=result))
 
     def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None

@@ -52,7 +52,7 @@ def lower_as_one_of(
     budget = options.memory_budget
     if isinstance(leanest, Infeasible) or not isinstance(budget, int):
         return leanest
-    if peak_of_step(_chain(joint, 1), {"": leanest.plan.footprint}) > budget:
+    if peak_of_step(_chain(joint, 1), {"": leanest.value.footprint}) > budget:
         result = lower(joint, options, None)  # in tiles
         if isinstance(result, Found) or result.wants_sizes:
             return result

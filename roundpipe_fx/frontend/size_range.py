@@ -67,7 +67,7 @@ def lower_for_sizes(
         return min(refused, key=lambda infeasible: infeasible.minimum)
     for size in sizes:
         if size.largest is None:
-            size.keep_within(_least(size, factor) if recomputes(result.plan) else 0, attempt[size.symbol])
+            size.keep_within(_least(size, factor) if recomputes(result.value) else 0, attempt[size.symbol])
     return result
 
 

@@ -75,7 +75,7 @@ class Alternatives:
 
 @dataclass(frozen=True, kw_only=True)
 class PlansInTiles:
-    """What plans in tiles reach.
+    """Alternative plans of which some are in tiles.
 
     Attributes:
         plans: in tiles, and those without; some may be dominated.

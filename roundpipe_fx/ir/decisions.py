@@ -1,4 +1,4 @@
-"""What a plan decided, as plain data: values, tiles, stages, the pipeline, and the whole."""
+"""The decisions of a plan as plain data: values, tiles, stages, the pipeline, and the whole."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class _DivisionSearch:
             self._refused[division] = result
             log.info("%s does not fit: %s", division, result.bottleneck)
             return
-        pipeline = result.plan
+        pipeline = result.value
         timing = pipeline.predict(pipeline.pipelining.microbatches)
         parts = *pipeline.bytes_between_steps(timing.schedule), timing.peak_bytes
         self._planned[division] = timing.makespan, max(map(sum, zip(*parts, strict=True)))

@@ -27,7 +27,7 @@ from roundpipe_fx.planner.class_tiles import (
     seconds_of,
 )
 from roundpipe_fx.planner.segments_in_tiles import tilings_by_segment
-from roundpipe_fx.remat.choose import Needs, Unmet
+from roundpipe_fx.remat.choose import Bottleneck, Unmet
 
 __all__ = [
     "Kind",
@@ -214,7 +214,7 @@ class Kinds:
             self._holding_of[kind] = frozenset().union(*names)
         return self._holding_of[kind]
 
-    def _running(self, needs: Needs) -> list[fx.Node]:
+    def _running(self, needs: Bottleneck) -> list[fx.Node]:
         """The operation during which bytes are needed; of a slice that is no longer there, what it was between."""
         if needs.operation is None:
             return []
@@ -272,7 +272,7 @@ class Kinds:
         return rows[kind] if kind in rows else self._heads[kind]
 
 
-def _held(needs: Needs, running: Sequence[fx.Node], kinds: Mapping[Kind, Collection[str]]) -> dict[Kind, int]:
+def _held(needs: Bottleneck, running: Sequence[fx.Node], kinds: Mapping[Kind, Collection[str]]) -> dict[Kind, int]:
     """Bytes that regions hold of what binds, by kind; the kind of the operation that runs there holds some.
 
     Args:

@@ -100,7 +100,7 @@ def lower(
             result = plan_with_tiles(joint, result.minimum, looking)
         if isinstance(result, Infeasible):
             return result
-        lowered = result.plan
+        lowered = result.value
         if file is not None and not lowered.is_tiled:
             marks = marks_as_data(joint, unmarked, lowered.joint.segments, lowered.joint.cuts)
             if marks is not None:

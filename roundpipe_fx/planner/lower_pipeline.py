@@ -121,7 +121,7 @@ def lower_pipeline(
     result = _within_budget_or_in_tiles(joint, setting, pipelining, planned)
     if isinstance(result, Infeasible):
         return result
-    best = result.plan
+    best = result.value
     if options.tiling == "auto" and training and like is None:
         best = _shortest(joint, setting, pipelining, best, planned)
     if isinstance(setting.costs, MeasuredCosts):
@@ -259,10 +259,10 @@ def _shortest(
         tried = planned(tiled(graph, tiles, setting) if tiles else joint.copy(), setting)
         if isinstance(tried, Infeasible):
             continue
-        makespan = tried.plan.predict(pipelining.microbatches).makespan
+        makespan = tried.value.predict(pipelining.microbatches).makespan
         log.info("in other tiles: %.3f ms after %.3f", makespan * 1e3, best[0] * 1e3)
         if makespan < best[0]:
-            best = makespan, tried.plan
+            best = makespan, tried.value
     return best[1]
 
 
@@ -309,7 +309,7 @@ def _best_of(
             refused += [tried] if limit is None else []
             continue
         fits.add(spec.name)
-        timing = tried.plan.predict(pipelining.microbatches)
+        timing = tried.value.predict(pipelining.microbatches)
         log.info("schedule %s: %.3f ms, bubble %.1f %%", spec.name, timing.makespan * 1e3, 100 * timing.bubble)
         if best is None or timing.makespan < best[0]:
             best = timing.makespan, tried

@@ -20,7 +20,7 @@ from roundpipe_fx.compiler.values_on_host import wants_host
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.planner.with_host import TRIED, has_host, host_room, least_recomputed, stage_starts
-from roundpipe_fx.remat.choose import Chosen, Needs, Unmet, choices, choose, unmet_by
+from roundpipe_fx.remat.choose import Bottleneck, Chosen, Unmet, choices, choose, unmet_by
 from roundpipe_fx.remat.early import early_within
 from roundpipe_fx.remat.follow_sequence import fit_sequence
 from roundpipe_fx.remat.least_bytes import least_bytes
@@ -106,12 +106,12 @@ def within(joint: JointGraph, setting: Setting, budget: int | float, limit: int 
     if limit is not None and not wanted:
         least = least_bytes(operations)
         if least.bytes > limit:
-            return Infeasible(minimum=least.bytes, bottleneck=Needs(operation=least.operation, live=least.live))
+            return Infeasible(minimum=least.bytes, bottleneck=Bottleneck(operation=least.operation, live=least.live))
     if wanted and isinstance(budget, int):
         plans = _some_of(choices(operations, budget, setting.share, graph.whole), _EMITTED)
         return first_found(_within_limit(graph.emitted(chosen), chosen) for chosen in plans)
     without = _without_host(graph, budget)
-    if on_host is None or (isinstance(without, Found) and not without.plan.recompute_seconds):
+    if on_host is None or (isinstance(without, Found) and not without.value.recompute_seconds):
         return without
     return _with_host(on_host, graph, without, room) or without
 
@@ -130,7 +130,7 @@ def _with_host(
     Returns:
         the plan. If none fits without and none with values on the host, what these need, if it is less; else ``None``.
     """
-    chosen = without.plan.chosen if isinstance(without, Found) else without.bottleneck.chosen
+    chosen = without.value.chosen if isinstance(without, Found) else without.bottleneck.chosen
     assert isinstance(chosen, Chosen)
     if graph.setting.options.stages == "auto":
         # Copies begin and end between stages, and a heavy one, as a loss head, would have all others be as heavy.
@@ -184,7 +184,7 @@ def following_rotor(joint: JointGraph, setting: Setting) -> Result[Lowered]:
         fitted = fit_sequence(operations, limit - margin, rotor.slots, rotor.algo, rotor.loss_temporary)
         if isinstance(fitted, Infeasible):
             return fitted
-        candidate = fitted.plan.candidate
+        candidate = fitted.value.candidate
         frontier = ((candidate.peak.bytes, candidate.seconds),)
         lowered = graph.emitted(
             Chosen(candidate=candidate, limit=limit, graph=operations, frontier=frontier, followed=operations)

@@ -83,18 +83,18 @@ def in_pieces_if_shorter(
     whole = lower(joint.copy(), setting)
     options, within = setting.options, setting
     if isinstance(whole, Found):
-        if not whole.plan.main.lowered.recompute_seconds:
+        if not whole.value.main.lowered.recompute_seconds:
             return whole
-        assert whole.plan.budget is not None
+        assert whole.value.budget is not None
         if isinstance(options.memory_budget, float):  # a share of what whole stages need, as bytes
-            as_bytes = math.ceil(whole.plan.budget / setting.share)
+            as_bytes = math.ceil(whole.value.budget / setting.share)
             within = setting.knowing(options=dataclasses.replace(options, memory_budget=as_bytes))
     pieces = lower(joint.copy(), within, in_pieces=True)
     if isinstance(pieces, Infeasible):
         return first_found((whole, pieces))
-    tried = dataclasses.replace(pieces.plan, allowed=pieces.plan.allowed if within is setting else None)
+    tried = dataclasses.replace(pieces.value, allowed=pieces.value.allowed if within is setting else None)
     if isinstance(whole, Infeasible):
         return Found(tried)
-    makespans = [pipeline.predict(microbatches).makespan for pipeline in (whole.plan, tried)]
+    makespans = [pipeline.predict(microbatches).makespan for pipeline in (whole.value, tried)]
     log.info("stages in pieces: %.3f ms after %.3f", makespans[1] * 1e3, makespans[0] * 1e3)
     return Found(tried) if tried.offload is not None and makespans[1] < makespans[0] else whole

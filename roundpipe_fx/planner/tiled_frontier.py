@@ -1,4 +1,4 @@
-"""What plans in tiles reach, for the frontier of a plan: more and more tiles, down to the least peak.
+"""Plans in tiles for the frontier of a plan: more and more tiles, down to the least peak.
 
 It goes the way that planning for ever smaller budgets goes, and emits nothing. Where tiles are taken wherever they pay,
 the tiles that the chain of segments finds best are among them.

@@ -1,4 +1,4 @@
-"""What is tiled: regions at whose work the peak is, one kind after another, until the budget is met.
+"""The search for tiles: regions at whose work the peak is, one kind after another, until the budget is met.
 
 Plans are made without tiles first. If the budget cannot be met, the regions that hold most at the lowest peak that was
 found are tiled, all of the same kind alike, and the graph is replanned; then the next kind, or the same in more tiles.
@@ -32,11 +32,11 @@ from roundpipe_fx.torch_private import input_sizes
 __all__ = ["plan_with_tiles", "tile_down", "tile_sequence"]
 
 _MORE = (2, 4, 8)
-"""Where it is not known what binds, so many times as many tiles as first are tried."""
+"""Multiples of the first number of tiles that are tried where the bottleneck is not known."""
 _WORTH = 0.02
-"""Other tiles are tried where a step takes so much longer than with everything saved: a trial takes a plan's time."""
+"""Share by which a step is longer than with everything saved before other tiles are tried, each with a plan's time."""
 _TRIED = 4
-"""So many of the tiles that the chain of segments finds best are tried: what it counts is not quite what plans need."""
+"""Number of the chain's best tiles for which plans are made: the chain counts not quite what plans need."""
 _ROUGHLY = 1.01
 """Tiles are tried if the chain counts at most so many times the seconds of the shortest plan so far."""
 _GAIN = 0.999
@@ -59,7 +59,7 @@ def plan_with_tiles(joint: JointGraph, budget: int | float, setting: Setting) ->
     kinds, tiling = Kinds(joint, setting, within), setting.options.tiling
     result = _as_it_is_or_in_tiles(kinds, budget)
     if isinstance(result, Found):
-        tiles, met = result.plan
+        tiles, met = result.value
         assert met is not None
         return Found(_shortest(kinds, kinds.in_tiles(tiles), met) if tiling == "auto" else met)
     first = result
@@ -93,7 +93,7 @@ def tile_down(joint: JointGraph, setting: Setting, planned: Planned) -> None:
 def tile_sequence(
     joint: JointGraph, heads: Sequence[TileRegion], tiled: Callable[[JointGraph, Tiles], JointGraph]
 ) -> Iterator[list[tuple[TileRegion, int]]]:
-    """What is tiled where it is not known what binds: more and more kinds, the widest first, then all in more tiles.
+    """Yield tiles to try where the bottleneck is not known: more and more kinds, widest first, then all in more tiles.
 
     Args:
         joint: an annotated graph in which means are sums.
@@ -129,7 +129,7 @@ def _as_it_is_or_in_tiles(kinds: Kinds, budget: int | float) -> Found[_InTiles] 
     limit = int(budget * setting.share) if tiles else None
     untiled = kinds.planned({}, budget, limit)
     if isinstance(untiled, Found):
-        return Found(({}, untiled.plan))
+        return Found(({}, untiled.value))
     return untiled if limit is None else _in_tiles_either_way(kinds, untiled, int(budget), limit)
 
 
@@ -150,7 +150,7 @@ def _shortest(kinds: Kinds, tiles: Tiles, met: Lowered) -> Lowered:
             break
         if names_of(tried) != names_of(tiles):
             result = kinds.planned_in(tried, budget)
-            met = min(met, result.plan, key=_seconds) if isinstance(result, Found) else met
+            met = min(met, result.value, key=_seconds) if isinstance(result, Found) else met
     return met
 
 
@@ -168,7 +168,7 @@ def _in_tiles_either_way(kinds: Kinds, unmet: Unmet, budget: int, limit: int) ->
         return result
     untiled = kinds.planned({}, budget, 0)
     if isinstance(untiled, Found):
-        return Found(({}, untiled.plan))
+        return Found(({}, untiled.value))
     return first_found((result, _in_tiles(kinds, untiled, budget, 0)))
 
 
@@ -219,7 +219,7 @@ def _in_more_tiles(
             tried = {**kinds.beside(kind, tiles), kind: count}
         result = kinds.planned(tried, budget, limit if kind is not None and is_least else None)
         if isinstance(result, Found):
-            return Found((tried, result.plan))
+            return Found((tried, result.value))
         alike = (result.bottleneck.chosen is None) == is_least
         if alike and result.minimum > lowest.minimum * _GAIN:
             assert kind is not None

@@ -15,7 +15,7 @@ from roundpipe_fx.remat.search import Candidate, SearchResult, everything_kept, 
 from roundpipe_fx.remat.several_calls import search_for_step
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["Chosen", "Needs", "Unmet", "choices", "choose", "refusal", "unmet_by"]
+__all__ = ["Bottleneck", "Chosen", "Unmet", "choices", "choose", "refusal", "unmet_by"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +135,12 @@ def _key(candidate: Candidate) -> tuple[RematChoice, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
-    """What binds.
+class Bottleneck:
+    """The peak that keeps a plan from fitting.
 
     Attributes:
-        operation: while which a step needs most; ``None``: it is between operations.
-        live: names and bytes of what is alive there.
+        operation: runs at the peak; ``None``: the peak is between operations.
+        live: names and bytes of the values that are alive there.
         chosen: the plan with the lowest peak; ``None``: one operation alone needs more than the budget, and no plan was
             searched for.
     """
@@ -150,23 +150,23 @@ class Needs:
     chosen: Chosen | None = None
 
 
-Unmet: TypeAlias = Infeasible[Needs]
-"""No plan stays within the budget, and what binds."""
+Unmet: TypeAlias = Infeasible[Bottleneck]
+"""No plan stays within the budget; the bottleneck says why."""
 
 
 def unmet_by(chosen: Chosen, minimum: int) -> Unmet:
-    """What binds at the peak of a plan.
+    """Find the bottleneck of a plan.
 
     Args:
         chosen: the plan.
         minimum: peak of the programs that were emitted for it, in bytes.
     """
     peak = simulate(chosen.followed, chosen.candidate.schedule, list_live=True)
-    return Infeasible(minimum=minimum, bottleneck=Needs(operation=peak.operation, live=peak.live, chosen=chosen))
+    return Infeasible(minimum=minimum, bottleneck=Bottleneck(operation=peak.operation, live=peak.live, chosen=chosen))
 
 
 def refusal(chosen: Chosen, minimum: int, budget: int | float) -> str:
-    """What the user is told of a budget that nothing stays within.
+    """Write the message about a budget that no plan stays within.
 
     Args:
         chosen: the candidate with the lowest peak.

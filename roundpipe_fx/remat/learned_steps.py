@@ -197,8 +197,8 @@ class LearnedSteps:
             fitted = self._fit(steps, share)
             if isinstance(fitted, Infeasible):
                 return fitted
-            self._footprints.update(fitted.plan.footprints)
-            self._limit = fitted.plan.limit
+            self._footprints.update(fitted.value.footprints)
+            self._limit = fitted.value.limit
         self.stale = False
         return Found(None)
 

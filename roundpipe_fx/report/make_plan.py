@@ -90,7 +90,7 @@ def _emitted_step(
     device: torch.device,
     now: Sequence[History],
 ) -> EmittedStep:
-    """What is read off the programs when somebody looks at the plan."""
+    """Read the step off its programs, which is done when somebody looks at the plan."""
     nodes = own_nodes(joint, modules)
     course = course_of_programs(joint, forward, backward, tangents, device)
     histories = *histories_of(device, peak_of_course(course).bytes), *now

@@ -22,7 +22,7 @@ __all__ = ["by_arrival", "is_expanded"]
 
 
 def is_expanded(value: Any) -> bool:
-    """Whether a value is a tensor that is one element of memory, seen in all places."""
+    """Test for a tensor whose every element is the same memory."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.dim():
         return False
     return all(isinstance(step, int) and not step for step in value.stride())

@@ -71,7 +71,7 @@ class ScheduleSpec:
             )
 
     def orders_as(self, other: ScheduleSpec, devices: int, microbatches: int) -> bool:
-        """Whether it runs as another schedule does: on one device, or with one microbatch, many do.
+        """Compare the order of its actions with that of another schedule: on one device, say, many are alike.
 
         A backward that is split is another order unless there is a single device, which waits for none.
 

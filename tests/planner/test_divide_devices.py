@@ -65,7 +65,7 @@ class _Noted:
         result = self.lower(division, tiles)
         if isinstance(result, Infeasible):
             return math.inf
-        return result.plan.predict(result.plan.pipelining.microbatches).makespan
+        return result.value.predict(result.value.pipelining.microbatches).makespan
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ def test_no_other_tiles_make_a_shorter_step(budget: int, monkeypatch: pytest.Mon
             result = tiling.within(tiled(graph, tiles, setting) if tiles else joint, setting, budget, budget)
             if isinstance(result, Found):
                 found = result
-                steps.append(sum(found.plan.seconds.values()))
+                steps.append(sum(found.value.seconds.values()))
         return found
 
     own = _seconds(budget, "auto")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import re
 import traceback
 from pathlib import Path
@@ -165,3 +166,17 @@ def test_explain_tells_hoisted_and_replayed_values() -> None:
     dropped = roundpipe_fx.compile(DropoutMLP(depth=3), stages=2, recompute="full").trace(torch.randn(4, 8))
     replayed = next(value for stage in dropped.stages for value in stage.replayed)
     assert "from its saved generator state" in dropped.explain(replayed.name)
+
+
+def test_a_plan_is_a_report() -> None:
+    """What runs is decided from the lowered graph: no code that plans or runs reads a field of a plan."""
+    package = Path(roundpipe_fx.__file__).parent
+    found = {
+        f"{path.relative_to(package)}:{node.lineno}"
+        for folder in ("remat", "compiler", "pipeline", "planner", "runtime", "distributed", "api")
+        for path in (package / folder).glob("**/*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "plan"
+        if node.attr != "__get__"
+    }
+    assert found == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import expecttest
@@ -55,7 +56,7 @@ def test_text_of_small_schedules() -> None:
 
 
 @pytest.mark.parametrize("make", [zbv, dualpipev])
-def test_any_number_of_devices_stages_and_microbatches(make) -> None:  # type: ignore[no-untyped-def]
+def test_any_number_of_devices_stages_and_microbatches(make: Callable[[int, int, int], Schedule]) -> None:
     for devices, more, microbatches in itertools.product((1, 2, 3, 4), (0, 1, 4, 9), (1, 2, 3, 5, 9)):
         schedule = make(devices, devices + more, microbatches)
         validate(schedule, chain(devices + more, split=True), microbatches, devices)
