@@ -22,7 +22,7 @@ from roundpipe_fx.compat.checkpointing import (
     is_recomputing,
     save_for_recompute,
 )
-from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
+from roundpipe_fx.distributed.ranks import RanksDifferError, RemoteError
 from roundpipe_fx.frontend.graph_breaks import GraphBreakWarning
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.region import memory_budget

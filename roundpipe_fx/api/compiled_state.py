@@ -22,16 +22,17 @@ from roundpipe_fx.api.caches import has_cache
 from roundpipe_fx.api.data_parallel import check_not_inside, data_parallel_around, note_data_parallel
 from roundpipe_fx.api.dynamo_cache_eviction import Unused, evict_unused, evict_when_unused
 from roundpipe_fx.api.learned import Learned
-from roundpipe_fx.api.over_processes import process_pipeline
 from roundpipe_fx.api.replanning import cut_alike, replanning
 from roundpipe_fx.api.subclassing import forward_like
 from roundpipe_fx.console.progress import working
+from roundpipe_fx.distributed.own_state import process_pipeline
+from roundpipe_fx.distributed.pytorch_stages import pytorch_stages
+from roundpipe_fx.distributed.tensor_parallel import refuse_sharded_parts, refuse_sharded_step
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.pipeline.distributed import refuse_sharded_parts, refuse_sharded_step
-from roundpipe_fx.pipeline.graph import with_optimizer
-from roundpipe_fx.pipeline.pytorch_stages import pytorch_stages
+from roundpipe_fx.pipeline.pipelined_graph import with_optimizer
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
-from roundpipe_fx.pipeline.step import Pipeline, Splitting
+from roundpipe_fx.pipeline.step.local import Local
+from roundpipe_fx.pipeline.step.step import Pipeline, Splitting
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.bridge import TraceOnly, trace_only
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, sum_of
@@ -170,7 +171,7 @@ class CompiledState:
             splitting=self.splitting,
             deferred_batch_norm=self.deferred_batch_norm,
             optimized=self.optimizer,
-            processes=self.processes,
+            mode=self.processes or Local(self.pipelining.devices),
         )
         if replaced is not None:
             self._pipeline.take_over_workers(replaced)

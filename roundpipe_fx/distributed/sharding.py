@@ -31,17 +31,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-__all__ = ["ShardedParameter", "ShardedParameters", "check_shardable", "is_to_average", "padded_bytes"]
+__all__ = [
+    "ShardedParameter",
+    "ShardedParameters",
+    "check_shardable",
+    "is_to_average",
+]
 
 
 StartGather = Callable[[torch.Tensor, torch.Tensor], dist.Work]
 """Starts filling a tensor from the parts of all replicas, given this one's: see ``Replicas.start_gather``."""
-
-
-def padded_bytes(value: torch.Tensor, parts: int) -> int:
-    """Bytes of a tensor whose rows are padded to so many equal parts."""
-    rows = -(-value.shape[0] // parts) * parts if value.dim() else 1
-    return rows * math.prod(value.shape[1:]) * value.element_size()
 
 
 def check_shardable(name: str, value: nn.Parameter) -> None:

@@ -29,8 +29,8 @@ from roundpipe_fx.compiler.emit import emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.operations import operations_of
 from roundpipe_fx.pipeline.host_memory import host_budget_of
-from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, gaps, variant_of
-from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, gaps, variant_of
+from roundpipe_fx.pipeline.settings import Pipelining, Structure
 from roundpipe_fx.planner.alternatives import chosen_among
 from roundpipe_fx.planner.attempt import Attempt
 from roundpipe_fx.planner.cut_for_schedule import CutGraph
