@@ -46,11 +46,10 @@ from roundpipe_fx.report.pipeline_plan import plan_of_pipeline
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.bridge import observed, pipelined
 from roundpipe_fx.runtime.executor import load_program
-from roundpipe_fx.runtime.gradient_observer import gradient_observer
-from roundpipe_fx.runtime.incoming_gradients import leaving_out, receiving, returning
+from roundpipe_fx.runtime.incoming_gradients import gradient_observer, leaving_out, receiving, returning
 from roundpipe_fx.runtime.library_memory import library_bytes, touch_libraries, touch_libraries_in_backward
+from roundpipe_fx.runtime.observers import size_observer
 from roundpipe_fx.runtime.profiled_step import ProfiledStep
-from roundpipe_fx.runtime.size_observer import size_observer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
 from roundpipe_fx.runtime.step_calls import NotedGraph
 from roundpipe_fx.torch_private import UserLine

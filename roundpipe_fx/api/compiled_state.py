@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,11 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.api.backend import make_backend
+from roundpipe_fx.api.around_by_ddp import check_not_inside, data_parallel_around, note_data_parallel
+from roundpipe_fx.api.backend import Unused, evict_unused, evict_when_unused, make_backend
 from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, parameters_gathered
-from roundpipe_fx.api.caches import has_cache
-from roundpipe_fx.api.data_parallel import check_not_inside, data_parallel_around, note_data_parallel
-from roundpipe_fx.api.dynamo_cache_eviction import Unused, evict_unused, evict_when_unused
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.replanning import cut_alike, replanning
 from roundpipe_fx.api.subclassing import forward_like
@@ -39,7 +37,12 @@ from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, sum_of
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
 from roundpipe_fx.runtime.stage_updates import check_optimizer
 
-__all__ = ["CompiledState", "NoPlanError"]
+__all__ = [
+    "CompiledState",
+    "NoPlanError",
+    "has_cache",
+]
+
 
 _BY_CONVENTION = Splitting()
 
@@ -388,3 +391,15 @@ def _following(model: nn.Module) -> dict[str, list[str]]:
             after = []
         following[name] = after
     return following
+
+
+_MODULE = "transformers.cache_utils"
+
+
+def has_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a model is given a cache of Hugging Face's."""
+    return any(_is_cache(value) for value in (*args, *kwargs.values()))
+
+
+def _is_cache(value: Any) -> bool:
+    return any(cls.__module__ == _MODULE for cls in type(value).__mro__)

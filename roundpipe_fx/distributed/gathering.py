@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from roundpipe_fx.distributed.group import Replicas
-from roundpipe_fx.distributed.sharding import ShardedParameter, ShardedParameters
+from roundpipe_fx.distributed.sharded_parameters import ShardedParameter, ShardedParameters
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.runtime.prefetch import PrefetchStep, Stay, prefetch_steps_of
 from roundpipe_fx.schedules.data_parallel import SMALL_BYTES

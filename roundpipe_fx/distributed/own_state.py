@@ -19,7 +19,7 @@ from roundpipe_fx.distributed.mesh import DATA
 from roundpipe_fx.distributed.ownership import named_tensors
 from roundpipe_fx.distributed.process_pipeline import ProcessPipeline
 from roundpipe_fx.distributed.saving import save_files
-from roundpipe_fx.distributed.sharding import is_to_average
+from roundpipe_fx.distributed.sharded_parameters import is_to_average
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.torch_private import local_part

@@ -30,6 +30,7 @@ from roundpipe_fx.distributed.agreement import FIRST_BATCH, GATHERS, KnownStep, 
 from roundpipe_fx.distributed.gathering import Gathering
 from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.ownership import Ownership, gradients_elsewhere, readers_of
+from roundpipe_fx.distributed.process_transport import ProcessTransport
 from roundpipe_fx.distributed.rank_plans import RankPlan, RankPlans, batch_text, shapes_text
 from roundpipe_fx.distributed.replication import Replication
 from roundpipe_fx.distributed.results import (
@@ -43,7 +44,6 @@ from roundpipe_fx.distributed.results import (
 )
 from roundpipe_fx.distributed.run_end import EndBytes
 from roundpipe_fx.distributed.transfer_orders import RankTransfers
-from roundpipe_fx.distributed.transport import ProcessTransport
 from roundpipe_fx.pipeline.capture.captured_calls import CapturedCalls
 from roundpipe_fx.pipeline.step.local import Local, ScheduledOf
 from roundpipe_fx.pipeline.step.scheduled import Scheduled, UnequalMicrobatchesError, Unfitting, reads_left_elsewhere

@@ -14,7 +14,6 @@ from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.alternative_plans import Alternatives
 from roundpipe_fx.ir.decisions import PlannedDivision
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.settings import Pipelining, Structure
 from roundpipe_fx.pipeline.sharded_costs import copied_bytes, sharded_costs
 from roundpipe_fx.pipeline.steps import Steps, step_costs, steps_of
@@ -26,6 +25,7 @@ from roundpipe_fx.schedules import (
     simulate_time,
     validate,
 )
+from roundpipe_fx.schedules.building import make_schedule
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
 from roundpipe_fx.schedules.data_parallel import TOGETHER_BYTES, DataParallel, aligned_bytes
 from roundpipe_fx.schedules.memory import weights_of_devices

@@ -21,10 +21,9 @@ from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.compiled_parts import compile_in_parts
+from roundpipe_fx.runtime.observers import ObserveSize, profile_operators, size_observer
 from roundpipe_fx.runtime.pipeline_program import Gradient, PipelineProgram, Source, StepCode
 from roundpipe_fx.runtime.pipeline_run import Span
-from roundpipe_fx.runtime.profiled_operators import profile_operators
-from roundpipe_fx.runtime.size_observer import ObserveSize, size_observer
 from roundpipe_fx.runtime.stage_collectives import collectives_of
 from roundpipe_fx.runtime.stage_compiler import COMPILING, Boxed, compile_stage
 from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph

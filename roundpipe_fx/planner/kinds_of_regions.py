@@ -15,7 +15,7 @@ from torch import fx
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, elements
 from roundpipe_fx.budget import Found
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations import summed, tiled
+from roundpipe_fx.compiler.operations_in_tiles import summed, tiled
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.tile_loop import TileLoop

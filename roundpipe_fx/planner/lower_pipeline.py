@@ -34,7 +34,7 @@ from roundpipe_fx.analysis.cost import MeasuredCosts
 from roundpipe_fx.analysis.tiling import TileRegions
 from roundpipe_fx.budget import Found, Infeasible, Result, first_found
 from roundpipe_fx.compiler.emit import emit, emit_by_policy
-from roundpipe_fx.compiler.operations import least_bytes_of, summed, tiled
+from roundpipe_fx.compiler.operations_in_tiles import least_bytes_of, summed, tiled
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.collectives import refuse_distributed, refuse_other_groups
 from roundpipe_fx.ir.joint_graph import JointGraph

@@ -27,7 +27,7 @@ from roundpipe_fx.budget import Found, Infeasible, Result, bytes_text, limit_of,
 from roundpipe_fx.codegen import KnownModules
 from roundpipe_fx.compiler.emit import emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations import operations_of
+from roundpipe_fx.compiler.operations_in_tiles import operations_of
 from roundpipe_fx.pipeline.host_memory import host_budget_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, gaps, variant_of
 from roundpipe_fx.pipeline.settings import Pipelining, Structure

@@ -23,7 +23,6 @@ import numpy as np
 
 from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.analysis.cost.network import Network
-from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.planner.segment_costs import SegmentCosts
 from roundpipe_fx.schedules import (
     SCHEDULES,
@@ -35,10 +34,11 @@ from roundpipe_fx.schedules import (
     chain,
     simulate_time,
 )
+from roundpipe_fx.schedules.building import make_schedule
 from roundpipe_fx.schedules.data_parallel import DataParallel
-from roundpipe_fx.schedules.schedule import NUMBER
 from roundpipe_fx.schedules.sharding import ShardedCosts, gaps_of, padded_bytes
 from roundpipe_fx.schedules.step_costs import device_orders
+from roundpipe_fx.schedules.timetable import NUMBER
 
 __all__ = ["Bound", "Division", "StepBounds"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost.of_node import tensor_bytes
+from roundpipe_fx.analysis.cost.model import tensor_bytes
 from roundpipe_fx.analysis.cost.operand_kinds import OnHost, OperandKind
 from roundpipe_fx.analysis.cost.operand_rules import arguments_of, kinds_of_call, kinds_of_operator
 from roundpipe_fx.budget import available_memory

@@ -24,8 +24,8 @@ from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, 
 from roundpipe_fx.runtime.value_offloading import OffloadSteps, offload_steps_of
 from roundpipe_fx.schedules import Action, ActionKind, Schedule, StageGraph, StepCosts, simulate_time
 from roundpipe_fx.schedules.offloads import Offload
-from roundpipe_fx.schedules.schedule import KINDS
 from roundpipe_fx.schedules.sharding import KeptGathered
+from roundpipe_fx.schedules.timetable import KINDS
 
 __all__ = [
     "Scheduled",

@@ -36,7 +36,7 @@ from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Instruction
 from roundpipe_fx.runtime.random_streams import RandomStream
 from roundpipe_fx.runtime.stage_collectives import Collective, begin_stage, started
-from roundpipe_fx.runtime.stopped import Stopped
+from roundpipe_fx.runtime.worker import Stopped
 from roundpipe_fx.schedules import StageAction
 
 __all__ = ["ProcessTransport"]

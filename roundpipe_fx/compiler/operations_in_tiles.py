@@ -16,7 +16,7 @@ from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.analysis.tiling import TileRegion
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, saved_values, tensor_values
-from roundpipe_fx.ir.region import budget_of_region
+from roundpipe_fx.ir.recompute_marks import budget_of_region
 from roundpipe_fx.ir.segment import backward_stages
 from roundpipe_fx.passes.cse import common_subexpressions
 from roundpipe_fx.passes.entry import PassLevel

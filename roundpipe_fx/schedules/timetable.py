@@ -1,4 +1,4 @@
-"""Schedules: the order in which each device runs its actions, as data."""
+"""Schedules: the order in which each device runs its actions, as data; and runs of actions, of which they are made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from roundpipe_fx.schedules.action import Action, ActionKind
 from roundpipe_fx.schedules.pytorch_csv import actions_of_cells, cells_of_actions
 from roundpipe_fx.schedules.stage_graph import StageGraph
 
-__all__ = ["Schedule"]
+__all__ = [
+    "Schedule",
+    "block_of",
+    "pairs",
+    "run_of",
+]
+
 
 KINDS = (
     ActionKind.FORWARD,
@@ -231,3 +237,24 @@ def _codes(order: np.ndarray) -> np.ndarray:
 
 def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+
+
+def run_of(device: int, devices: int, stages: int) -> list[int]:
+    """Indices of a device's consecutive stages, with the stages divided among devices as evenly as possible."""
+    return list(range(device * stages // devices, (device + 1) * stages // devices))
+
+
+def block_of(kind: ActionKind, stages: Sequence[int], microbatches: int, start: int = 0) -> np.ndarray:
+    """Actions that run each microbatch from ``start`` on through all ``stages`` in turn; shape (actions, 3)."""
+    count = max(0, microbatches - start)
+    made = np.empty((count * len(stages), 3), dtype=np.int32)
+    made[:, 0] = NUMBER[kind]
+    made[:, 1] = np.tile(np.asarray(stages, dtype=np.int32), count)
+    made[:, 2] = np.repeat(np.arange(start, start + count, dtype=np.int32), len(stages))
+    return made
+
+
+def pairs(first: np.ndarray, second: np.ndarray, width: int) -> np.ndarray:
+    """``width`` actions of ``first`` and ``width`` actions of ``second`` in alternation; both have the same length."""
+    both = np.stack([first.reshape(-1, width, 3), second.reshape(-1, width, 3)], axis=1)
+    return both.reshape(-1, 3)

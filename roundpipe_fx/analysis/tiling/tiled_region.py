@@ -7,7 +7,7 @@ are narrow. What has no rows is read by every tile (weights), or is the sum over
 
 The rows of a loss head may be its classes (the words of a vocabulary) instead: gradients of its weights are then
 assembled from tiles, and every tile reads the same input. For this, the log-softmax is rewritten with sums over classes
-in a copy of the graph (:mod:`roundpipe_fx.analysis.tiling.online_softmax`).
+in a copy of the graph (:mod:`roundpipe_fx.analysis.tiling.classes_in_tiles`).
 
 Regions of this kind are AutoChunk's (Zhao et al., ICLR 2024) for the forward alone, and what is written by hand in
 Arctic Long Sequence Training and Liger's fused loss.

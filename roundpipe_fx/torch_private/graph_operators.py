@@ -1,15 +1,24 @@
-"""Random numbers: generator states, and the operators that save and replay them."""
+"""Operators in a graph: those that save and replay generator states, and copies to the host and back."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
-__all__ = ["draws_on_own_device", "run_and_save_rng_state", "run_with_rng_state", "save_rng_states"]
+__all__ = [
+    "draws_on_own_device",
+    "offload_operators",
+    "run_and_save_rng_state",
+    "run_with_rng_state",
+    "save_rng_states",
+]
+
+_OFFLOADING = "torch._functorch._activation_offloading.offload_ops"
 
 
 def save_rng_states(devices: Collection[torch.device]) -> Callable[[], None]:
@@ -41,3 +50,15 @@ def draws_on_own_device(draw: Callable[..., Any]) -> Callable[..., Any]:
             return draw(*args, **kwargs)
 
     return call
+
+
+@functools.cache
+def offload_operators() -> Any:
+    """The operators ``ao::offload``, ``ao::reload`` and ``ao::wait_tensor``; ``None``: PyTorch has none, as torch 2.11.
+
+    They copy on a stream of their own, from and to pinned memory.
+    """
+    if importlib.util.find_spec(_OFFLOADING) is None:
+        return None
+    importlib.import_module(_OFFLOADING)
+    return torch.ops.ao

@@ -12,7 +12,6 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.settings import parse_pipelining
 from roundpipe_fx.planner.lower_pipeline import _schedules_to_try
 from roundpipe_fx.schedules import (
@@ -27,6 +26,7 @@ from roundpipe_fx.schedules import (
     gpipe,
     zero_bubble,
 )
+from roundpipe_fx.schedules.building import make_schedule
 from roundpipe_fx.schedules.registry import schedules_table
 from tests.comparison import assert_bitwise
 from tests.pipeline.steps import CPUS, Blocks, batch_of, left_behind, pipelined_step, squares
