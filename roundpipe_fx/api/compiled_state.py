@@ -37,11 +37,7 @@ from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, sum_of
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
 from roundpipe_fx.runtime.stage_updates import check_optimizer
 
-__all__ = [
-    "CompiledState",
-    "NoPlanError",
-    "has_cache",
-]
+__all__ = ["CompiledState", "NoPlanError", "has_cache"]
 
 
 _BY_CONVENTION = Splitting()

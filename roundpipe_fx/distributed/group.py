@@ -30,10 +30,7 @@ from roundpipe_fx.distributed.own_groups import OwnGroup
 from roundpipe_fx.distributed.ranks import Ranks, gather_into
 from roundpipe_fx.torch_private import group_timeout
 
-__all__ = [
-    "PipelineGroup",
-    "Replicas",
-]
+__all__ = ["PipelineGroup", "Replicas"]
 
 
 class Replicas(Ranks):

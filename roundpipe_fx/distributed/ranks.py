@@ -18,12 +18,7 @@ import torch.distributed as dist
 from roundpipe_fx.distributed.own_groups import OwnGroup, note_lost_rank
 from roundpipe_fx.torch_private import default_store
 
-__all__ = [
-    "Ranks",
-    "RanksDifferError",
-    "RemoteError",
-    "gather_into",
-]
+__all__ = ["Ranks", "RanksDifferError", "RemoteError", "gather_into"]
 
 
 class Ranks:

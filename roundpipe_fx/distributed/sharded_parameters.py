@@ -31,12 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-__all__ = [
-    "ShardedParameter",
-    "ShardedParameters",
-    "check_shardable",
-    "is_to_average",
-]
+__all__ = ["ShardedParameter", "ShardedParameters", "check_shardable", "is_to_average"]
 
 
 StartGather = Callable[[torch.Tensor, torch.Tensor], dist.Work]

@@ -15,12 +15,7 @@ from torch import fx
 
 from roundpipe_fx.torch_private import PassedThrough
 
-__all__ = [
-    "InvalidBackwardError",
-    "eager_graph",
-    "is_of_backward",
-    "warn_of_invalid_backward",
-]
+__all__ = ["InvalidBackwardError", "eager_graph", "is_of_backward", "warn_of_invalid_backward"]
 
 
 _ERRORS = (

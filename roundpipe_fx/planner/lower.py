@@ -36,13 +36,7 @@ from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.save_policy import SavePolicy, save_all, save_stage_inputs
 from roundpipe_fx.runtime.library_memory import expected_library_bytes
 
-__all__ = [
-    "SAVE_POLICIES",
-    "asked_budget",
-    "bounded_in_bytes",
-    "lower",
-    "prepare",
-]
+__all__ = ["SAVE_POLICIES", "asked_budget", "bounded_in_bytes", "lower", "prepare"]
 
 
 SAVE_POLICIES: Mapping[str, SavePolicy] = {"none": save_all, "full": save_stage_inputs}

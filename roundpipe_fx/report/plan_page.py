@@ -18,10 +18,7 @@ from typing import Any
 
 from roundpipe_fx.console.notebook import is_notebook
 
-__all__ = [
-    "page_of_plans",
-    "show_page",
-]
+__all__ = ["page_of_plans", "show_page"]
 
 
 _FOLDER = Path(__file__).parent / "page"

@@ -18,14 +18,7 @@ from roundpipe_fx.ir.decisions import (
     tiles_text,
 )
 
-__all__ = [
-    "explained",
-    "header_lines",
-    "pipeline_lines",
-    "stage_lines",
-    "tiles_explained",
-    "value_explained",
-]
+__all__ = ["explained", "header_lines", "pipeline_lines", "stage_lines", "tiles_explained", "value_explained"]
 
 
 _SHOWN = 6

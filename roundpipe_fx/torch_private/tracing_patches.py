@@ -20,10 +20,7 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "break_at_transformed_functions",
-    "keep_float_updates",
-]
+__all__ = ["break_at_transformed_functions", "keep_float_updates"]
 
 
 def break_at_transformed_functions(active: Callable[[], bool]) -> None:

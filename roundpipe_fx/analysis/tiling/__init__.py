@@ -8,12 +8,4 @@ from roundpipe_fx.analysis.tiling.rows import elements
 from roundpipe_fx.analysis.tiling.rows_read import RowSlice, row_slice_of
 from roundpipe_fx.analysis.tiling.tiled_region import TileRegion, TileRegions
 
-__all__ = [
-    "BodyCosts",
-    "RowSlice",
-    "TileRegion",
-    "TileRegions",
-    "elements",
-    "online_softmaxes",
-    "row_slice_of",
-]
+__all__ = ["BodyCosts", "RowSlice", "TileRegion", "TileRegions", "elements", "online_softmaxes", "row_slice_of"]

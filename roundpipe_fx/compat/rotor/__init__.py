@@ -16,13 +16,4 @@ from roundpipe_fx.compat.rotor.checkpointable import Checkpointable
 from roundpipe_fx.remat.sequences.layer_costs import Chain
 from roundpipe_fx.remat.sequences.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence
 
-__all__ = [
-    "Backward",
-    "Chain",
-    "Checkpointable",
-    "ForwardCheck",
-    "ForwardEnable",
-    "ForwardNograd",
-    "Loss",
-    "Sequence",
-]
+__all__ = ["Backward", "Chain", "Checkpointable", "ForwardCheck", "ForwardEnable", "ForwardNograd", "Loss", "Sequence"]

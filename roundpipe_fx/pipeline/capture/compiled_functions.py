@@ -18,12 +18,7 @@ from roundpipe_fx.frontend.loss_mark import mark_loss
 from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph
 from roundpipe_fx.torch_private import is_graph_break, tree_map
 
-__all__ = [
-    "detached",
-    "explaining_breaks",
-    "functions_of",
-    "loss_output",
-]
+__all__ = ["detached", "explaining_breaks", "functions_of", "loss_output"]
 
 
 def functions_of(model: nn.Module) -> dict[str, Callable[..., Any]]:

@@ -23,11 +23,7 @@ from torch import nn
 
 from roundpipe_fx.torch_private import AnyBatchNorm
 
-__all__ = [
-    "cumulative",
-    "deferred",
-    "tensors_of_sums",
-]
+__all__ = ["cumulative", "deferred", "tensors_of_sums"]
 
 
 class _Sums:
