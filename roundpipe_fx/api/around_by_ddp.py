@@ -35,18 +35,8 @@ def _note(parent: nn.Module, _name: str, child: nn.Module | None) -> None:
         for module in child.modules():
             state = getattr(type(module), "_state_of_roundpipe_fx", None)
             if state is not None:
-                _refuse_over_processes(state.__get__(module))
+                state.__get__(module).check_replicable()
                 _around[state.__get__(module)] = weakref.ref(parent)
-
-
-def _refuse_over_processes(state: Any) -> None:
-    if state.processes is not None:
-        raise ValueError(
-            "DistributedDataParallel cannot be around a model that was compiled with mesh=, of which each rank has the "
-            "parameters of its own stages only. For replicas of the pipeline give the mesh a dimension 'dp': "
-            "init_device_mesh(device, (replicas, stages), mesh_dim_names=('dp', 'pp')). Their gradients are averaged "
-            "without DistributedDataParallel."
-        )
 
 
 def data_parallel_around(model: nn.Module, state: Any) -> DistributedDataParallel | None:

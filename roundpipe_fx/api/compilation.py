@@ -38,7 +38,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph, Seen, pipelined_graph
-from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState
+from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState, StepSetting
 from roundpipe_fx.planner.lower import asked_budget, bounded_in_bytes, lower
 from roundpipe_fx.planner.lower_pipeline import lower_pipeline
 from roundpipe_fx.report.make_plan import plan_of
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class _Compilation:
-    """The state that AOTAutograd's callbacks for one graph share."""
+    """The callbacks of AOTAutograd's for one graph, as far as they are the same on one device and in a pipeline."""
 
     options: Options
     registered_syncs: Collection[Any]
@@ -74,16 +74,9 @@ class _Compilation:
     autocast: frozenset[str]
     own_gradients: tuple[str, ...]
     on_plan: Callable[[Plan], None]
-    lowered: Lowered | None = None
-    compiled: dict[str, Boxed] = field(default_factory=dict)
-    pipelining: Pipelining | None = None
-    compile_state: StepCompileState = field(default_factory=StepCompileState)
-    graph: PipelinedGraph | None = None
-    profiled: ProfiledStep | None = None
     opaque: list[OpaqueCall] = field(default_factory=list)
     """Held until all stages are compiled, which hold what they call."""
-    call_name: str = ""
-    noted: NotedGraph | None = None
+    lowered: Lowered = field(init=False)
     differentiated: Sequence[int] = ()
 
     def partition(
@@ -94,12 +87,64 @@ class _Compilation:
         self.differentiated = torch_private.differentiated_outputs(joint)
         view = self._view(joint, num_fwd_outputs)
         warn_of_redrawn_numbers(view)
-        if self.pipelining is not None:
-            return self._partition_for_pipeline(view, self.differentiated, self.pipelining)
-        self.lowered = plan_or_error(self._for_sizes(view, self._lower, lambda lowered: lowered))
+        return self._plan(view)
+
+    def _plan(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Plan a step, and tell of it; returns what autograd is to call."""
+        raise NotImplementedError
+
+    def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
+        outputs = module.graph.output_node().args[0]
+        joint = self._view(module, len(outputs))  # type: ignore[arg-type]
+        return self._evaluated(joint)
+
+    def _evaluated(self, joint: JointGraph) -> Boxed:
+        """Plan what computes no gradients, and tell of it; returns what runs it."""
+        raise NotImplementedError
+
+    def _tell(self, read_plan: Callable[[T], Plan], finished: T) -> None:
+        with torch_private.without_modes():
+            plan = read_plan(finished)
+        log.info("%s", plan)
+        self.on_plan(plan)
+
+    def _for_sizes(
+        self,
+        view: JointGraph,
+        lower: Callable[[JointGraph], Result[T]],
+        lowered_of: Callable[[T], Lowered],
+    ) -> Result[T]:
+        """Lower a graph for the sizes that it is to be used with."""
+        assumed = self.learned.of_graph(self.name)
+        with torch_private.without_modes():
+            if bounded_in_bytes(view, self.options):
+                return lower_for_sizes(view, assumed, lower, lambda result: lowered_of(result).recompute_seconds > 0)
+            torch_private.assume_sizes(view.module, assumed)
+            return lower(view)
+
+    def _see_size(self, symbol: str, size: int) -> None:
+        self.learned.see(f"{self.name}/{symbol}", size)
+
+    def _view(self, module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
+        with torch_private.without_modes():
+            joint = joint_graph_of(module, num_forward_outputs, self.labels, self.own_gradients)
+            return expect_loss(joint, self.autocast, self.learned.brought(self.operations_name))
+
+
+@dataclass(kw_only=True)
+class _OnOneDevice(_Compilation):
+    """The callbacks for a graph whose programs AOTAutograd's runtime calls."""
+
+    call_name: str
+    compiled: dict[str, Boxed] = field(default_factory=dict)
+    profiled: ProfiledStep | None = None
+    noted: NotedGraph | None = None
+
+    def _plan(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self.lowered = plan_or_error(self._for_sizes(joint, self._lower, lambda lowered: lowered))
         self._tell(plan_of, self.lowered)
-        assert self.lowered.backward is not None
         self.noted = self._noted(self.lowered, self.differentiated)
+        assert self.lowered.backward is not None
         return self.lowered.forward.module, self.lowered.backward.module
 
     def _lower(self, joint: JointGraph) -> Result[Lowered]:
@@ -135,73 +180,8 @@ class _Compilation:
             training=training,
         )
 
-    def _tell(self, read_plan: Callable[[T], Plan], finished: T) -> None:
-        with torch_private.without_modes():
-            plan = read_plan(finished)
-        log.info("%s", plan)
-        self.on_plan(plan)
-
-    def _for_sizes(
-        self,
-        view: JointGraph,
-        lower: Callable[[JointGraph], Result[T]],
-        lowered_of: Callable[[T], Lowered],
-    ) -> Result[T]:
-        """Lower a graph for the sizes that it is to be used with."""
-        assumed = self.learned.of_graph(self.name)
-        with torch_private.without_modes():
-            if bounded_in_bytes(view, self.options):
-                return lower_for_sizes(view, assumed, lower, lambda result: lowered_of(result).recompute_seconds > 0)
-            torch_private.assume_sizes(view.module, assumed)
-            return lower(view)
-
-    def _partition_for_pipeline(
-        self, view: JointGraph, differentiated: Sequence[int], pipelining: Pipelining
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        pipeline = plan_or_error(self._lower_pipeline(view, pipelining))
-        seen = Seen(self._see_size, self.learned.see_workspace) if pipeline.budget is not None else None
-        self.graph = pipelined_graph(pipeline, differentiated, pipelining.loss_reduction, seen)
-        self.lowered = pipeline.main.lowered
-        self._tell(plan_of_pipeline, self.graph)
-        assert self.lowered.backward is not None
-        return self.lowered.forward.module, seen_by_autograd(self.lowered.backward)
-
-    def _lower_pipeline(self, view: JointGraph, pipelining: Pipelining) -> Result[LoweredPipeline]:
-        """The pipeline within the share of the budget that may be used; or else the one that needs least, where that is
-        within the budget, or microbatches of other sizes may make it so."""
-        state = self.compile_state.step
-        lower_with = functools.partial(
-            lower_pipeline,
-            pipelining=pipelining,
-            registered_syncs=self.registered_syncs,
-            like=state.structure,
-            forwards_before_backwards=state.forwards_before_backwards,
-            workspaces=self.learned.workspaces,
-        )
-
-        def lower(joint: JointGraph, options: Options, share: float = 1.0) -> Result[LoweredPipeline]:
-            run_passes = functools.partial(lower_with, options=options, share=share)
-            return self._for_sizes(joint, run_passes, lambda pipeline: pipeline.main.lowered)
-
-        spare = view.copy() if state.sizes_differ or self.learned.share < 1 else None
-        allowed = asked_budget(view, self.options, self.options.device or device_of(view))
-        result = lower(view, self.options, self.learned.share)
-        if isinstance(result, Found) or spare is None or not isinstance(allowed, int):
-            return result
-        if result.minimum > allowed and not state.sizes_differ:
-            return result
-        least = lower(spare, dataclasses.replace(self.options, memory_budget=result.minimum))
-        if isinstance(least, Infeasible):
-            return least
-        budget = None if least.value.budget is None else max(least.value.budget, allowed)
-        return Found(dataclasses.replace(least.value, budget=budget, allowed=allowed, refused=result))
-
     def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
-        assert self.lowered is not None
-        if self.graph is not None:
-            kept = self.lowered.forward.results[self.lowered.forward.outputs :]
-            return pipelined(self.graph, [_stand_in(node) for node in kept])
-        run = self._load(self.lowered, self.lowered.forward)
+        run = self._load(self.lowered, self.lowered.forward, self._see())
         if self.noted is not None:
             run = self.learned.calls.forward(run, self.noted)
         self.profiled = self._profile(self.lowered)
@@ -220,19 +200,13 @@ class _Compilation:
 
     def _incoming(self) -> list[fx.Node] | None:
         """The incoming gradients of the differentiated outputs; ``None`` if one has several, of a tensor subclass."""
-        assert self.lowered is not None
         gradients = [node for node in self.lowered.joint.tangents if not torch_private.is_effect_token(node)]
         plain = len(gradients) == len(self.differentiated) and all(is_tensor(node) for node in gradients)
         return gradients if plain else None
 
-    def _see_size(self, symbol: str, size: int) -> None:
-        self.learned.see(f"{self.name}/{symbol}", size)
-
     def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
-        assert self.lowered is not None and self.lowered.backward is not None
-        if self.graph is not None:
-            return _never_called  # the pipeline runs the backward
-        run = self._load(self.lowered, self.lowered.backward)
+        assert self.lowered.backward is not None
+        run = self._load(self.lowered, self.lowered.backward, self._see())
         gradients = self._incoming()
         if gradients is not None and not self.lowered.static:
             strides_matter = self.lowered.stage_compiler != "eager"
@@ -250,7 +224,6 @@ class _Compilation:
 
     def _see_gradient(self, name: str) -> None:
         """Note an incoming gradient that was not expected."""
-        assert self.lowered is not None
         self.learned.see_brought(self.operations_name, name)
         values = [node.meta["val"] for node in self.lowered.joint.tangents if node.name == name]
         size = sum(torch_private.size_hint(value.numel()) * value.dtype.itemsize for value in values)
@@ -261,7 +234,7 @@ class _Compilation:
         self._tell_of_more(f"what {operator} allocates beside its results", size)
 
     def _tell_of_more(self, what: str, size: int) -> None:
-        assert self.lowered is not None and self.lowered.budget is not None
+        assert self.lowered.budget is not None
         self.learned.steps.tell_of_more(what, size, self.lowered.peak.bytes, self.lowered.budget)
 
     def _profile(self, lowered: Lowered) -> ProfiledStep | None:
@@ -296,38 +269,88 @@ class _Compilation:
             graph=lowered.joint.module.graph,
         )
 
-    def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
-        outputs = module.graph.output_node().args[0]
-        joint = self._view(module, len(outputs))  # type: ignore[arg-type]
-        if self.pipelining is not None:
-            with torch_private.without_modes():
-                pipeline = lower_pipeline(
-                    joint,
-                    self.options,
-                    self.pipelining,
-                    self.registered_syncs,
-                    training=False,
-                    like=self.compile_state.step.structure,
-                )
-            graph = pipelined_graph(plan_or_error(pipeline), [], self.pipelining.loss_reduction)
-            self._tell(plan_of_pipeline, graph)
-            return pipelined(graph, [])
+    def _evaluated(self, joint: JointGraph) -> Boxed:
         with torch_private.without_modes():
             lowered = plan_or_error(lower(joint, self.options, self.registered_syncs, training=False))
         self._tell(plan_of, lowered)
-        run = self._load(lowered, lowered.forward)
+        run = self._load(lowered, lowered.forward, None)
         noted = self._noted(lowered, ())
         return observed(run if noted is None else self.learned.calls.forward(run, noted))
 
-    def _load(self, lowered: Lowered, program: Program) -> Boxed:
-        see = self._see_workspace if lowered.budget is not None and lowered is self.lowered else None
+    def _see(self) -> Callable[[str, int], None] | None:
+        return self._see_workspace if self.lowered.budget is not None else None
+
+    def _load(self, lowered: Lowered, program: Program, see: Callable[[str, int], None] | None) -> Boxed:
         stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled, see)
         return load_program(program, stages, strided=lowered.stage_compiler != "eager")
 
-    def _view(self, module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
+
+@dataclass(kw_only=True)
+class _InPipeline(_Compilation):
+    """The callbacks for a graph whose stages a pipeline runs, forward and backward."""
+
+    pipelining: Pipelining
+    step: StepSetting
+    graph: PipelinedGraph = field(init=False)
+
+    def _plan(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+        pipeline = plan_or_error(self._lower(joint))
+        seen = Seen(self._see_size, self.learned.see_workspace) if pipeline.budget is not None else None
+        self.graph = pipelined_graph(pipeline, self.differentiated, self.pipelining.loss_reduction, seen)
+        self.lowered = pipeline.main.lowered
+        self._tell(plan_of_pipeline, self.graph)
+        assert self.lowered.backward is not None
+        return self.lowered.forward.module, seen_by_autograd(self.lowered.backward)
+
+    def _lower(self, view: JointGraph) -> Result[LoweredPipeline]:
+        """The pipeline within the share of the budget that may be used; or else the one that needs least, where that is
+        within the budget, or microbatches of other sizes may make it so."""
+        lower_with = functools.partial(
+            lower_pipeline,
+            pipelining=self.pipelining,
+            registered_syncs=self.registered_syncs,
+            like=self.step.structure,
+            forwards_before_backwards=self.step.forwards_before_backwards,
+            workspaces=self.learned.workspaces,
+        )
+
+        def lower(joint: JointGraph, options: Options, share: float = 1.0) -> Result[LoweredPipeline]:
+            run_passes = functools.partial(lower_with, options=options, share=share)
+            return self._for_sizes(joint, run_passes, lambda pipeline: pipeline.main.lowered)
+
+        spare = view.copy() if self.step.sizes_differ or self.learned.share < 1 else None
+        allowed = asked_budget(view, self.options, self.options.device or device_of(view))
+        result = lower(view, self.options, self.learned.share)
+        if isinstance(result, Found) or spare is None or not isinstance(allowed, int):
+            return result
+        if result.minimum > allowed and not self.step.sizes_differ:
+            return result
+        least = lower(spare, dataclasses.replace(self.options, memory_budget=result.minimum))
+        if isinstance(least, Infeasible):
+            return least
+        budget = None if least.value.budget is None else max(least.value.budget, allowed)
+        return Found(dataclasses.replace(least.value, budget=budget, allowed=allowed, refused=result))
+
+    def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
+        kept = self.lowered.forward.results[self.lowered.forward.outputs :]
+        return pipelined(self.graph, [_stand_in(node) for node in kept])
+
+    def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
+        return _never_called  # the pipeline runs it
+
+    def _evaluated(self, joint: JointGraph) -> Boxed:
         with torch_private.without_modes():
-            joint = joint_graph_of(module, num_forward_outputs, self.labels, self.own_gradients)
-            return expect_loss(joint, self.autocast, self.learned.brought(self.operations_name))
+            pipeline = lower_pipeline(
+                joint,
+                self.options,
+                self.pipelining,
+                self.registered_syncs,
+                training=False,
+                like=self.step.structure,
+            )
+        graph = pipelined_graph(plan_or_error(pipeline), [], self.pipelining.loss_reduction)
+        self._tell(plan_of_pipeline, graph)
+        return pipelined(graph, [])
 
 
 def compile_graph(
@@ -361,21 +384,26 @@ def compile_graph(
         place_gradients(module)
     labels = [torch_private.input_path(node) for node in module.graph.find_nodes(op="placeholder")]
     name = hashlib.sha256(str(module.graph).encode()).hexdigest()[:8]
-    compile_state = compile_state or StepCompileState()
-    if pipelining is not None:
+    make: Callable[..., _OnOneDevice | _InPipeline]
+    if pipelining is None:
+        devices = _touched_devices(example_inputs)
+        make = functools.partial(_OnOneDevice, call_name=f"{name} {_shapes(example_inputs)}", own_gradients=())
+    else:
+        # Workers of a pipeline have streams of their own, which they have touched, or will when they start.
+        devices = list(pipelining.devices) or _cuda_devices(example_inputs)
+        state = compile_state or StepCompileState()
         # Losses that are divided by the count of the whole batch are parts of one mean.
-        parts = compile_state.step.counted and torch_private.reads_input(module, COUNT_OF_BATCH)
+        parts = state.step.counted and torch_private.reads_input(module, COUNT_OF_BATCH)
         pipelining = dataclasses.replace(
             pipelining,
-            offloaded=compile_state.step.offloaded,
+            offloaded=state.step.offloaded,
             loss_reduction="sum" if parts else pipelining.loss_reduction,
-            optimizer=compile_state.optimizer,
+            optimizer=state.optimizer,
         )
-    # Workers of a pipeline have streams of their own, which they have touched, or will when they start.
-    devices = (
-        _touched_devices(example_inputs) if pipelining is None else pipelining.devices or _cuda_devices(example_inputs)
-    )
-    compilation = _Compilation(
+        make = functools.partial(
+            _InPipeline, pipelining=pipelining, step=state.step, own_gradients=own_gradients(module)
+        )
+    compilation = make(
         options=options,
         registered_syncs=registered_syncs,
         learned=learned,
@@ -383,11 +411,7 @@ def compile_graph(
         operations_name=_operations_name(module),
         labels=labels,
         autocast=frozenset(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)),
-        own_gradients=own_gradients(module) if pipelining is not None else (),
         on_plan=_with_library_bytes(on_plan, devices),
-        pipelining=pipelining,
-        compile_state=compile_state,
-        call_name=f"{name} {_shapes(example_inputs)}",
     )
     return leaving_out(capture(module, example_inputs, compilation, labels, may_run_eagerly=pipelining is None))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.compiled_module import COMPILED, CompiledModule, compiled_module
-from roundpipe_fx.budget import parse_host_budget
 from roundpipe_fx.compiler.run_passes import edited_passes
-from roundpipe_fx.distributed.mesh import check_parallel_layers, check_shard, devices_of, replicas_of
+from roundpipe_fx.distributed.mesh import check_shard, devices_of, on_mesh
 from roundpipe_fx.ir.options import Options, names_checked
 from roundpipe_fx.passes.entry import Pass
-from roundpipe_fx.pipeline.settings import parse_host_links, parse_pipelining
+from roundpipe_fx.pipeline.settings import parse_pipelining
 from roundpipe_fx.pipeline.step.step import Splitting
 from roundpipe_fx.schedules import Schedule
 
@@ -163,38 +161,30 @@ def compile(
             optim_dtype=optim_dtype,
             deferred_batch_norm=deferred_batch_norm,
             host_links=host_links,
-            schedule=schedule,
             checkpoint=checkpoint,
         )
     pipelining = parse_pipelining(
-        devices,
-        num_microbatches,
-        schedule,
-        checkpoint,
-        options.stages,
-        options.recompute,
-        options.memory_budget,
-        loss_reduction,
+        options,
+        devices=devices,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        checkpoint=checkpoint,
+        loss_reduction=loss_reduction,
+        host_links=host_links,
     )
     if mesh is not None and pipelining is not None:
-        replicas = replicas_of(mesh)
-        sharded = shard is not None and replicas > 1
-        parts = check_parallel_layers(mesh, model, sharded)
-        pipelining = dataclasses.replace(
-            pipelining, over_processes=True, replicas=replicas, sharded=sharded, tensor_parallel=parts
-        )
-    if host_links is not None and pipelining is None:
-        raise ValueError("host_links is for a model on the CPU that devices train: give devices=['cuda:0'] too.")
-    if pipelining is not None:
-        pipelining = dataclasses.replace(
-            pipelining, host_budget=parse_host_budget(host_budget), host_links=parse_host_links(host_links)
-        )
-    splitting = Splitting(split_input, split_label, merge_output)
-    if pipelining is None and (splitting != Splitting() or deferred_batch_norm or loss_reduction != "mean"):
-        raise ValueError(
-            "split_input, split_label, merge_output, loss_reduction and deferred_batch_norm require microbatches: give "
-            "num_microbatches or devices too."
-        )
+        pipelining = on_mesh(pipelining, mesh, model, shard)
+    of_batches = {
+        "splitting": Splitting(split_input, split_label, merge_output),
+        "deferred_batch_norm": deferred_batch_norm,
+    }
+    if pipelining is None:
+        if of_batches != {"splitting": Splitting(), "deferred_batch_norm": False} or loss_reduction != "mean":
+            raise ValueError(
+                "split_input, split_label, merge_output, loss_reduction and deferred_batch_norm require microbatches: "
+                "give num_microbatches or devices too."
+            )
+        of_batches = {}
     return compiled_module(
         model,
         options,
@@ -202,9 +192,8 @@ def compile(
         dynamic=dynamic,
         optim_dtype=optim_dtype,
         pipelining=pipelining,
-        splitting=splitting,
-        deferred_batch_norm=deferred_batch_norm,
         mesh=mesh,
+        **of_batches,
     )
 
 

@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 from roundpipe_fx.api.compiled_state import CompiledState, NoPlanError
+from roundpipe_fx.api.pipelined_state import PipelinedState, StateOverProcesses
 from roundpipe_fx.api.roundpipe_arguments import in_our_names
 from roundpipe_fx.api.subclassing import instance_beside
 from roundpipe_fx.distributed import own_state
-from roundpipe_fx.distributed.process_pipeline import ProcessPipeline
+from roundpipe_fx.distributed.pytorch_stages import pytorch_stages
 from roundpipe_fx.ir.options import Options
+from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.optimizer_parameters import in_optimizer_context
 
@@ -174,14 +177,12 @@ class CompiledModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         state = self._state_of_roundpipe_fx
-        _check_in_one_process(state)
-        state.optimizer.synchronize()
+        state.check_copyable()
         return _rebuild(copy.deepcopy(state.original, memo), state.settings(), state.optimizer.state())
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
         state = self._state_of_roundpipe_fx
-        _check_in_one_process(state)
-        state.optimizer.synchronize()
+        state.check_copyable()
         return _rebuild, (state.original, state.settings(), state.optimizer.state())
 
     def _get_fsdp_state(self) -> Any:
@@ -209,8 +210,7 @@ class CompiledModule(nn.Module):
         if in_optimizer_context() and recurse:
             return self._state_of_roundpipe_fx.optimizer.named(prefix, remove_duplicate)
         named = super().named_parameters(prefix, recurse, remove_duplicate)
-        processes = self._state_of_roundpipe_fx.processes
-        return named if processes is None else own_state.of_this_rank(processes, named)
+        return self._state_of_roundpipe_fx.of_this_rank(named)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -226,8 +226,7 @@ class CompiledModule(nn.Module):
             names and buffers.
         """
         named = super().named_buffers(prefix, recurse, remove_duplicate)
-        processes = self._state_of_roundpipe_fx.processes
-        return named if processes is None else own_state.of_this_rank(processes, named)
+        return self._state_of_roundpipe_fx.of_this_rank(named)
 
     def load(self, path: str | Path, fill: Callable[[str, torch.Tensor], object] | None = None) -> None:
         """Read what this rank's stages need from safetensors files. Every rank must call it, after :meth:`trace`.
@@ -241,7 +240,7 @@ class CompiledModule(nn.Module):
             RuntimeError: the model was compiled without ``mesh``, or is not planned yet.
             KeyError: the files lack something, and there is no ``fill``; or a shape differs.
         """
-        own_state.load(_processes(self), path, fill)
+        own_state.load(self._state_of_roundpipe_fx.processes(), path, fill)
 
     def save(self, path: str | Path) -> None:
         """Write the model as a Hugging Face folder, each rank the tensors of its stages. Every rank must call it.
@@ -256,7 +255,7 @@ class CompiledModule(nn.Module):
             RuntimeError: there is no ``mesh``, plan, or value of a tensor yet; or another rank could not write.
             OSError: this rank could not write, or a ``SafetensorError`` says so; then no rank has replaced its file.
         """
-        own_state.save(_processes(self), path)
+        own_state.save(self._state_of_roundpipe_fx.processes(), path)
 
     def init_weights(self, fill: Callable[[str, torch.Tensor], object]) -> None:
         """Let a function write the parameters and buffers of this rank's stages. Every rank must call it.
@@ -270,7 +269,7 @@ class CompiledModule(nn.Module):
         Raises:
             RuntimeError: the model was compiled without ``mesh``, or is not planned yet.
         """
-        own_state.initialize_own(_processes(self), fill)
+        own_state.initialize_own(self._state_of_roundpipe_fx.processes(), fill)
 
     def pytorch_stages(self, *args: Any, **kwargs: Any) -> list[PipelineStage]:
         """This rank's stages for ``torch.distributed.pipelining``, whose schedules run them. Every rank must call it.
@@ -298,8 +297,8 @@ class CompiledModule(nn.Module):
             RuntimeError: the model was compiled without ``mesh``, or has no values yet.
             ValueError: PyTorch's runtime cannot run these stages as planned; the message says why.
         """
-        _processes(self)
-        return self._state_of_roundpipe_fx.pytorch_stages(args, kwargs)
+        state = self._state_of_roundpipe_fx
+        return pytorch_stages(state.processes(), state.traced(args, kwargs))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all ranks by their norm. Every rank must call it.
@@ -311,10 +310,7 @@ class CompiledModule(nn.Module):
         Returns:
             the norm before, bitwise equal to that of ``torch.nn.utils.clip_grad_norm_`` in one process.
         """
-        processes = self._state_of_roundpipe_fx.processes
-        if processes is None:
-            return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        return own_state.clip_gradients(processes, max_norm, norm_type)
+        return self._state_of_roundpipe_fx.clip_gradients(self, max_norm, norm_type)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Context manager in which steps add to the gradients of this replica without averaging them over replicas.
@@ -329,8 +325,7 @@ class CompiledModule(nn.Module):
         Raises:
             RuntimeError: parameters are sharded and there is a ``memory_budget``, which does not count them.
         """
-        processes = self._state_of_roundpipe_fx.processes
-        return contextlib.nullcontext() if processes is None else processes.replication.no_sync()
+        return self._state_of_roundpipe_fx.no_sync()
 
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
@@ -413,16 +408,9 @@ class CompiledModule(nn.Module):
         Returns:
             tensors by name, with the model's own keys.
         """
-        optimizer = self._state_of_roundpipe_fx.optimizer
-        optimizer.synchronize()
+        self._state_of_roundpipe_fx.optimizer.synchronize()
         state = super().state_dict(*args, **kwargs)
-        processes = self._state_of_roundpipe_fx.processes
-        if processes is not None:
-            return own_state.own_state(processes, state, kwargs.get("prefix", ""))
-        copies = optimizer.state()
-        if copies and hasattr(state, "_metadata"):
-            state._metadata[_OPTIMIZER] = copies
-        return state
+        return self._state_of_roundpipe_fx.own_state(state, kwargs.get("prefix", ""))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As the model's own. The optimizer's parameters are loaded too, or copied from the model's if ``state_dict``
@@ -436,19 +424,8 @@ class CompiledModule(nn.Module):
         Returns:
             as of ``nn.Module.load_state_dict``: missing and unexpected keys.
         """
-        processes = self._state_of_roundpipe_fx.processes
-        if processes is not None:
-            strict = args[0] if args else kwargs.get("strict", True)
-            return own_state.load_own_state(processes, state_dict, strict)
-        self._state_of_roundpipe_fx.optimizer.updates.synchronize()
-        loaded = super().load_state_dict(state_dict, *args, **kwargs)
-        saved = (getattr(state_dict, "_metadata", None) or {}).get(_OPTIMIZER, {})
-        self._state_of_roundpipe_fx.optimizer.load(saved)
-        return loaded
+        return self._state_of_roundpipe_fx.load_state(super().load_state_dict, state_dict, *args, **kwargs)
 
-
-_OPTIMIZER = "roundpipe_fx.optim_parameters"
-"""The key of the optimizer's parameters in a state dict's metadata."""
 
 _OWN = (
     "clip_grad_norm_",
@@ -468,9 +445,6 @@ _OWN = (
 )
 """Attributes that a compiled module has in addition to the model's."""
 
-_OF_PROCESSES = ("clip_grad_norm_", "init_weights", "load", "no_sync", "save")
-"""Those that every model compiled with a mesh has."""
-
 COMPILED = (
     "the model is compiled already, by {}; compile a model once, with all options. The model that it was made from "
     "is still the eager one."
@@ -478,32 +452,34 @@ COMPILED = (
 """The text of an error; its gap is for the function that has compiled the model."""
 
 
-def compiled_module(model: nn.Module, options: Options, **settings: Any) -> CompiledModule:
+def compiled_module(
+    model: nn.Module,
+    options: Options,
+    *,
+    pipelining: Pipelining | None = None,
+    mesh: DeviceMesh | None = None,
+    **settings: Any,
+) -> CompiledModule:
     """A compiled module.
 
     Args:
         model: what is compiled.
         options: how.
-        **settings: see :class:`CompiledState`.
+        pipelining: how microbatches are pipelined; ``None``: they are not.
+        mesh: the processes over which stages are distributed; ``None``: they are in this one.
+        **settings: see :class:`CompiledState` and :class:`PipelinedState`.
     """
-    state = CompiledState(model, options, **settings)
+    state: CompiledState
+    if pipelining is None:
+        state = CompiledState(model, options, **settings)
+    elif mesh is None:
+        state = PipelinedState(model, options, pipelining=pipelining, **settings)
+    else:
+        state = StateOverProcesses(model, options, mesh=mesh, pipelining=pipelining, **settings)
     # Without memory, a model's own methods of these names would write to nothing.
-    names = _OWN if state.processes is None else [name for name in _OWN if name not in _OF_PROCESSES]
-    compiled = instance_beside(model, CompiledModule, state, names)
+    compiled = instance_beside(model, CompiledModule, state, [name for name in _OWN if name not in state.of_processes])
     state.compiled.append(weakref.ref(compiled))
     return compiled
-
-
-def _processes(model: CompiledModule) -> ProcessPipeline:
-    processes = model._state_of_roundpipe_fx.processes
-    if processes is None:
-        raise RuntimeError("the model was compiled without mesh=, so all of it is in this process.")
-    return processes
-
-
-def _check_in_one_process(state: CompiledState) -> None:
-    if state.processes is not None:
-        raise TypeError("a model that is distributed over processes cannot be copied or pickled: save its state_dict.")
 
 
 def _rebuild(original: nn.Module, settings: dict[str, Any], copies: Mapping[str, torch.Tensor]) -> CompiledModule:

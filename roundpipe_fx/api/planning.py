@@ -15,7 +15,7 @@ from torch import nn
 from roundpipe_fx.analysis.cost import DEVICES
 from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.api.compiled_module import compiled_module
-from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, parse_host_budget
+from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
 from roundpipe_fx.distributed.tensor_parallel import (
     check_tensor_parallel,
     local_tensor,
@@ -24,7 +24,7 @@ from roundpipe_fx.distributed.tensor_parallel import (
 )
 from roundpipe_fx.ir.options import Options, meant
 from roundpipe_fx.pipeline.batches.microbatch import row_counts, split_inputs
-from roundpipe_fx.pipeline.settings import Undivided, parse_host_links, parse_pipelining
+from roundpipe_fx.pipeline.settings import Undivided, parse_pipelining
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory, optimizer_memory
 from roundpipe_fx.schedules import Schedule
@@ -187,15 +187,12 @@ def plan(
     # For exactly these sizes, whatever was planned or compiled before.
     pipelining = None
     if offloaded or over_processes or num_microbatches is not None or schedule is not None:
-        count = 2 * devices if num_microbatches is None else num_microbatches
         parsed = parse_pipelining(
-            ["cpu"] * devices if over_processes or (offloaded and devices > 1) else None,
-            count,
-            schedule,
-            None,
-            options.stages,
-            None,
-            options.memory_budget,
+            options,
+            devices=["cpu"] * devices if over_processes or (offloaded and devices > 1) else None,
+            num_microbatches=2 * devices if num_microbatches is None else num_microbatches,
+            schedule=schedule,
+            host_links=host_links,
         )
         assert parsed is not None
         memory = NO_OPTIMIZER
@@ -210,8 +207,6 @@ def plan(
             ),
             offloaded=offloaded,
             over_processes=over_processes,
-            host_budget=parse_host_budget(host_budget),
-            host_links=parse_host_links(host_links),
             optimizer=memory,
             elsewhere=True,
             replicas=replicas,

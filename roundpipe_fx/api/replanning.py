@@ -21,7 +21,7 @@ from roundpipe_fx.distributed.process_pipeline import NewlyShown, ProcessPipelin
 from roundpipe_fx.pipeline.capture.captured_calls import UnlikeStagesError
 from roundpipe_fx.pipeline.step.scheduled import UnequalMicrobatchesError
 
-__all__ = ["cut_alike", "replanning"]
+__all__ = ["cut_alike", "replanning", "replanning_together"]
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -40,7 +40,6 @@ def replanning(
     learned: Learned,
     devices: Sequence[torch.device],
     budgeted: bool,
-    processes: ProcessPipeline | None = None,
     repeatable: Callable[[], bool] = lambda: True,
 ) -> Any:
     """Run a step; recompile it first if its plan is stale, and once more if memory runs out.
@@ -51,16 +50,12 @@ def replanning(
         learned: what plans assume; steps extend it.
         devices: whose random number generators the step draws from, besides the CPU's.
         budgeted: whether the step has a memory budget, which can be made smaller.
-        processes: the ranks that plan alike; what their steps have shown is put together. A rank that runs out of
-            memory fails, and all others with it.
         repeatable: whether a step that has run out of memory may run again: no optimizer has updated parameters in it.
 
     Raises:
         InfeasibleBudgetError: steps have shown that the budget cannot be met.
         torch.OutOfMemoryError: memory ran out with a smaller budget too, or there is no smaller one.
     """
-    if processes is not None:
-        return _over_processes(run, recompile, learned, budgeted, processes)
     run = functools.partial(cut_alike, run, recompile)
     learned.calls.report()
     if learned.steps.stale and torch.is_grad_enabled():
@@ -94,7 +89,7 @@ def replanning(
         raise failure from None
 
 
-def _over_processes(
+def replanning_together(
     run: Callable[[], Any],
     recompile: Callable[[], None],
     learned: Learned,
@@ -103,6 +98,7 @@ def _over_processes(
 ) -> Any:
     """Run a step on plans that assume the same on all ranks. Arguments as for :func:`replanning`.
 
+    What steps of all ranks have shown is put together. A rank that runs out of memory fails, and all others with it.
     All graphs are cut like the first, and ranks must not try different things, so less is tried than in one process.
     """
     processes.shown = lambda: None if learned.stale else str(sorted(learned.largest.items()) if budgeted else "")

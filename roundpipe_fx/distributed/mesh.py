@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -11,22 +12,31 @@ from torch.distributed.tensor import DTensor
 
 from roundpipe_fx.distributed.ownership import named_tensors
 from roundpipe_fx.ir.options import Options
+from roundpipe_fx.pipeline.settings import Pipelining
 
 __all__ = [
     "DATA",
     "PIPELINE",
     "TENSOR",
     "check_mesh",
-    "check_parallel_layers",
     "check_shard",
     "devices_of",
-    "replicas_of",
+    "on_mesh",
     "size_of",
 ]
 
+DATA = "dp"
+"""Name of the mesh dimension over which batches are distributed."""
+
+PIPELINE = "pp"
+"""Name of the mesh dimension over which stages are distributed."""
+
+TENSOR = "tp"
+"""Name of the mesh dimension over which the layers of a stage are distributed, by the model's own DTensors."""
+
 
 def devices_of(
-    mesh: DeviceMesh, model: nn.Module, options: Options, schedule: Any, checkpoint: Any = None, **others: Any
+    mesh: DeviceMesh, model: nn.Module, options: Options, checkpoint: Any = None, **others: Any
 ) -> list[str]:
     """The devices to plan for: one for each rank, all like this one's.
 
@@ -34,7 +44,6 @@ def devices_of(
         mesh: the user's.
         model: what is compiled.
         options: the user's.
-        schedule: the user's.
         checkpoint: the user's.
         **others: options that contradict a mesh, with the values that the user gave.
 
@@ -82,7 +91,7 @@ def check_shard(mesh: DeviceMesh | None, shard: str | None) -> None:
         )
 
 
-def check_parallel_layers(mesh: DeviceMesh, model: nn.Module, sharded: bool) -> int:
+def _check_parallel_layers(mesh: DeviceMesh, model: nn.Module, sharded: bool) -> int:
     """Check a model whose layers are distributed, or not, against the mesh.
 
     Args:
@@ -131,21 +140,24 @@ def check_parallel_layers(mesh: DeviceMesh, model: nn.Module, sharded: bool) -> 
     return size
 
 
-def replicas_of(mesh: DeviceMesh) -> int:
-    """How many replicas of a pipeline there are."""
-    return size_of(mesh, DATA)
+def on_mesh(pipelining: Pipelining, mesh: DeviceMesh, model: nn.Module, shard: str | None) -> Pipelining:
+    """How a step is pipelined over the processes of a mesh.
 
+    Args:
+        pipelining: the user's, with a device for each rank of a pipeline.
+        mesh: the user's.
+        model: what is compiled.
+        shard: the user's.
 
-DATA = "dp"
-"""Name of the mesh dimension over which batches are distributed."""
-
-
-PIPELINE = "pp"
-"""Name of the mesh dimension over which stages are distributed."""
-
-
-TENSOR = "tp"
-"""Name of the mesh dimension over which the layers of a stage are distributed, by the model's own DTensors."""
+    Raises:
+        ValueError: layers are distributed over other ranks than the mesh says, or what is not supported.
+    """
+    replicas = size_of(mesh, DATA)
+    sharded = shard is not None and replicas > 1
+    parts = _check_parallel_layers(mesh, model, sharded)
+    return dataclasses.replace(
+        pipelining, over_processes=True, replicas=replicas, sharded=sharded, tensor_parallel=parts
+    )
 
 
 def check_mesh(mesh: Any) -> None:

@@ -42,22 +42,20 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+|(?<=index=)\d+")
 
 
 def process_pipeline(
-    model: nn.Module, mesh: DeviceMesh | None, options: Options, pipelining: Pipelining | None, *others: Any
-) -> ProcessPipeline | None:
-    """This rank's part in a pipeline over processes; ``None`` without a mesh.
+    model: nn.Module, mesh: DeviceMesh, options: Options, pipelining: Pipelining, **others: Any
+) -> ProcessPipeline:
+    """This rank's part in a pipeline over processes.
 
     Args:
         model: the model.
         mesh: the user's.
         options: the user's.
         pipelining: the user's.
-        *others: more that is to be the same on all ranks.
+        **others: more that is to be the same on all ranks.
     """
-    if mesh is None:
-        return None
-    text = _ADDRESS.sub("", ", ".join(map(str, (options, pipelining, *others))))
+    text = _ADDRESS.sub("", ", ".join(map(str, (options, pipelining, *others.items()))))
     shard_mesh = None
-    if pipelining is not None and pipelining.sharded:
+    if pipelining.sharded:
         shard_mesh = mesh[DATA] if mesh.ndim > 1 else mesh
     return ProcessPipeline(model, PipelineGroup(mesh), text, shard_mesh, options.memory_budget is not None)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from roundpipe_fx.analysis.cost.network import Network
+from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.same_segments import OperationKey
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory
 from roundpipe_fx.schedules import (
@@ -28,7 +29,6 @@ __all__ = [
     "StepSetting",
     "Structure",
     "Undivided",
-    "parse_host_links",
     "parse_pipelining",
 ]
 
@@ -37,6 +37,28 @@ CHECKPOINTS = ("always", "except_last", "never")
 LOSS_REDUCTIONS = ("mean", "sum")
 COUNT_OF_BATCH = "num_items_in_batch"
 """The input by which Hugging Face's models divide the sum of their rows' losses; the Trainer counts it."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How a graph was cut: microbatches of another shape in the same step are cut alike.
+
+    Attributes:
+        schedule: its specification.
+        segments: how many there were.
+        cut: RoundPipe's slots, or the first segment of each stage.
+        starts: the first operation of each segment but the first.
+    """
+
+    schedule: ScheduleSpec
+    segments: int
+    cut: RoundPipePartition | tuple[int, ...]
+    starts: tuple[OperationKey | None, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the schedule."""
+        return self.schedule.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,14 +198,14 @@ class Pipelining:
 
 
 def parse_pipelining(
-    devices: Sequence[torch.device | str] | None,
-    num_microbatches: int | None,
-    schedule: str | Schedule | None,
-    checkpoint: str | None,
-    stages: int | str | tuple[str, ...],
-    recompute: str | None,
-    memory_budget: int | float | None,
+    options: Options,
+    *,
+    devices: Sequence[torch.device | str] | None = None,
+    num_microbatches: int | None = None,
+    schedule: str | Schedule | None = None,
+    checkpoint: str | None = None,
     loss_reduction: str = "mean",
+    host_links: int | None = None,
 ) -> Pipelining | None:
     """Check the user's options; ``None`` if none of them asks for pipelining.
 
@@ -192,10 +214,13 @@ def parse_pipelining(
             each other.
         TypeError: a value of a wrong type.
     """
+    stages, recompute = options.stages, options.recompute
     if loss_reduction not in LOSS_REDUCTIONS:
         names = ", ".join(repr(name) for name in LOSS_REDUCTIONS)
         raise ValueError(f"loss_reduction={loss_reduction!r}: valid values are {names}.")
     if devices is None and num_microbatches is None and schedule is None and checkpoint is None:
+        if host_links is not None:
+            raise ValueError("host_links is for a model on the CPU that devices train: give devices=['cuda:0'] too.")
         return None
     if isinstance(devices, (str, torch.device)):
         raise TypeError(f"devices={devices!r}: give a list, as devices=['cuda:0', 'cuda:1'].")
@@ -216,7 +241,7 @@ def parse_pipelining(
     if checkpoint is not None and checkpoint not in CHECKPOINTS:
         names = ", ".join(repr(name) for name in CHECKPOINTS)
         raise ValueError(f"checkpoint={checkpoint!r}: valid values are {names}.")
-    if checkpoint is not None and (recompute is not None or memory_budget is not None):
+    if checkpoint is not None and (recompute is not None or options.memory_budget is not None):
         raise ValueError(
             f"checkpoint={checkpoint!r} says what is recomputed, and so does "
             f"{'recompute' if recompute is not None else 'memory_budget'}. Give one of them."
@@ -240,6 +265,8 @@ def parse_pipelining(
         schedule=spec,
         checkpoint=checkpoint,
         loss_reduction=loss_reduction,
+        host_budget=options.host_budget,
+        host_links=_host_links(host_links),
     )
 
 
@@ -258,7 +285,7 @@ def _schedule_asked(schedule: str | Schedule | None) -> ScheduleSpec | Literal["
     return SCHEDULES[schedule]
 
 
-def parse_host_links(asked: Any) -> int | None:
+def _host_links(asked: Any) -> int | None:
     """The number of links to the host.
 
     Raises:
@@ -291,25 +318,3 @@ def _device(asked: torch.device | str) -> torch.device:
             raise ValueError(f"devices: {asked!r} does not exist: this machine has cuda:0 to cuda:{count - 1}.")
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     raise ValueError(f"devices: {asked!r} is not supported; devices are 'cpu' or 'cuda:<number>'.")
-
-
-@dataclass(frozen=True)
-class Structure:
-    """How a graph was cut: microbatches of another shape in the same step are cut alike.
-
-    Attributes:
-        schedule: its specification.
-        segments: how many there were.
-        cut: RoundPipe's slots, or the first segment of each stage.
-        starts: the first operation of each segment but the first.
-    """
-
-    schedule: ScheduleSpec
-    segments: int
-    cut: RoundPipePartition | tuple[int, ...]
-    starts: tuple[OperationKey | None, ...]
-
-    @property
-    def name(self) -> str:
-        """Name of the schedule."""
-        return self.schedule.name

@@ -94,7 +94,7 @@ def _check_equal(name: str, mesh: DeviceMesh, run: Any = _step, frozen: tuple[st
     assert all(torch.equal(value, expected[-1][0][key]) for key, value in found[-1][0].items())
     assert torch.equal(found[-1][1], expected[-1][1])
     assert all(isinstance(value, DTensor) for value in sharded.parameters())
-    for sharded_parameter in sharded._state_of_roundpipe_fx.processes.ownership.shards.by_traced.values():
+    for sharded_parameter in sharded._state_of_roundpipe_fx.processes().ownership.shards.by_traced.values():
         assert sharded_parameter.traced.untyped_storage().nbytes() == 0  # nothing stays gathered
 
 

@@ -136,7 +136,7 @@ def test_errors_and_the_table_name_it() -> None:
 @pytest.mark.parametrize("auto", [True, False])
 def test_auto_tries_it_if_it_may(auto: bool) -> None:
     SCHEDULES[SPEC.name] = ScheduleSpec(SPEC.name, breadth_first, 2, auto=auto)
-    pipelining = parse_pipelining(["cpu"] * 2, 4, "auto", None, "auto", None, None)
+    pipelining = parse_pipelining(Options(), devices=["cpu"] * 2, num_microbatches=4, schedule="auto")
     assert pipelining is not None
     tried = _schedules_to_try(Options(), pipelining, training=True)
     assert (SPEC.name in {spec.name for spec in tried}) == auto

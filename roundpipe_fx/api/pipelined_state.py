@@ -1,0 +1,302 @@
+"""The state of a compiled module that is pipelined, in this process or over several."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from roundpipe_fx.api.around_by_ddp import check_not_inside, data_parallel_around, note_data_parallel
+from roundpipe_fx.api.compiled_state import CompiledState, T
+from roundpipe_fx.api.replanning import cut_alike, replanning_together
+from roundpipe_fx.distributed import own_state
+from roundpipe_fx.distributed.own_state import process_pipeline
+from roundpipe_fx.distributed.process_pipeline import ProcessPipeline
+from roundpipe_fx.distributed.tensor_parallel import refuse_sharded_parts, refuse_sharded_step
+from roundpipe_fx.ir.options import Options
+from roundpipe_fx.pipeline.pipelined_graph import with_optimizer
+from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState, Structure
+from roundpipe_fx.pipeline.step.local import Local
+from roundpipe_fx.pipeline.step.step import Pipeline, Splitting
+from roundpipe_fx.runtime.optimizer_memory import sum_of
+
+__all__ = ["PipelinedState", "StateOverProcesses"]
+
+_BY_CONVENTION = Splitting()
+
+
+class PipelinedState(CompiledState):
+    """The compiled form of a model that is pipelined, by threads of this process.
+
+    Args:
+        original: the model.
+        options: how it is compiled.
+        pipelining: how microbatches are pipelined.
+        splitting: how batches are split and outputs put together.
+        deferred_batch_norm: whether batch norm's statistics are updated once a step.
+        **settings: as for :class:`CompiledState`.
+    """
+
+    def __init__(
+        self,
+        original: nn.Module,
+        options: Options,
+        *,
+        pipelining: Pipelining,
+        splitting: Splitting = _BY_CONVENTION,
+        deferred_batch_norm: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.pipelining = pipelining
+        self.splitting = splitting
+        self.deferred_batch_norm = deferred_batch_norm
+        self._pipeline: Pipeline | None = None
+        self._instead: Callable[..., Any] | None = None
+        self._optimizer_memory = pipelining.optimizer
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._kept_cuts: dict[bool, Structure] = {}
+        check_not_inside(original)
+        note_data_parallel()
+        super().__init__(original, options, **settings)
+        self.own_options = True
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments for another."""
+        return {
+            **super().settings(),
+            "pipelining": self.pipelining,
+            "splitting": self.splitting,
+            "deferred_batch_norm": self.deferred_batch_norm,
+        }
+
+    def compile(self) -> None:
+        """Recompile at the next call."""
+        compile_state = StepCompileState(kept=self._kept_cuts, optimizer=self._optimizer_memory)
+        self._compile_state = compile_state
+        backend, dynamic = self._new_backend(self.pipelining, compile_state), self._dynamic()
+        pipeline = Pipeline(
+            model=self.original,
+            settings=self.pipelining,
+            compile_function=lambda function: torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic),
+            compile_state=compile_state,
+            splitting=self.splitting,
+            deferred_batch_norm=self.deferred_batch_norm,
+            optimized=self.optimizer,
+            mode=self._mode(),
+        )
+        if self._pipeline is not None:
+            pipeline.take_over_workers(self._pipeline)
+        self._pipeline = pipeline
+
+    def _dynamic(self) -> bool | None:
+        return self.dynamic
+
+    def _mode(self) -> Local:
+        return Local(self.pipelining.devices)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What runs steps; another one after each recompilation."""
+        assert self._pipeline is not None
+        return self._pipeline
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward; or once, what is to run instead of it."""
+        instead, self._instead = self._instead, None
+        if instead is None:
+            return super().run(args, kwargs)
+        self.ran = True
+        return instead(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        refuse_sharded_parts(self.original)
+        if not torch.is_grad_enabled() and has_cache(args, kwargs):
+            return self.for_generation(self.original).forward(*args, **kwargs)
+        return self.pipeline.forward(args, kwargs)
+
+    def for_generation(self, model: nn.Module) -> nn.Module:
+        """The model itself: each call for a token writes to a cache, which has all rows, and microbatches cannot.
+
+        Args:
+            model: the compiled model.
+        """
+        self.optimizer.updates.synchronize()
+        return self.original
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        labels: Any,
+        loss_fn: Callable[..., Any] | None,
+        return_outputs: bool,
+        optimizer: torch.optim.Optimizer | None = None,
+        synchronize: bool = True,
+        microbatches: Sequence[Any] | None = None,
+    ) -> Any:
+        """See :meth:`roundpipe_fx.CompiledModule.forward_backward`; ``model`` is the compiled model."""
+        if optimizer is not None:
+            self._know(optimizer)
+        refuse_sharded_step(model)
+
+        def step(args: tuple[Any, ...], kwargs: dict[str, Any], hand_over: bool) -> Any:
+            within = optimizer if hand_over else None
+            return self.pipeline.forward_backward(
+                args, kwargs, labels, loss_fn, return_outputs, hand_over, within, synchronize, microbatches
+            )
+
+        parallel = data_parallel_around(model, self)
+        if parallel is None:
+            return self._replanned(lambda: step(args, kwargs, hand_over=True))
+        self._instead = lambda args, kwargs: self._replanned(lambda: step(args, kwargs, hand_over=False))
+        try:
+            result = parallel(*args, **kwargs)
+        finally:
+            self._instead = None
+        loss = result[0] if return_outputs else result
+        loss.backward()
+        if optimizer is not None:
+            self.optimizer.step(optimizer, is_async=False)
+        return (loss.detach(), result[1]) if return_outputs else loss.detach()
+
+    def _know(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check an optimizer, and count it in plans of an offloaded model's steps: those that are made from now on, and
+        those that were made before it was known.
+
+        Raises:
+            HostMemoryError: the host has no memory for it.
+        """
+        super()._know(optimizer)
+        if self._optimizers.get(optimizer) == len(optimizer.state):
+            return
+        optimizers = [*{**self._optimizers, optimizer: 0}]
+        memory = sum_of(self.optimizer.memory_of(one) for one in optimizers)
+        pipelining = dataclasses.replace(self.pipelining, optimizer=memory)
+        plans = [with_optimizer(plan, pipelining) for plan in self.plans]  # checks all before any is replaced
+        self._optimizers[optimizer] = len(optimizer.state)
+        self._optimizer_memory = self._compile_state.optimizer = memory
+        self.plans[:] = plans
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        refuse_sharded_parts(self.original)
+        return cut_alike(lambda: self.pipeline.trace(args, kwargs), self.compile)
+
+    def _is_budgeted(self, devices: Sequence[torch.device]) -> bool:
+        return self.pipelining.checkpoint is None and super()._is_budgeted(devices)
+
+    def _cuda_devices(self) -> list[torch.device]:
+        found = super()._cuda_devices()
+        if found or not torch.cuda.is_initialized():
+            return found
+        return [device for device in self.pipelining.devices[:1] if device.type == "cuda"]
+
+
+class StateOverProcesses(PipelinedState):
+    """The compiled form of a model of which each process has some stages.
+
+    Args:
+        original: the model.
+        options: how it is compiled.
+        mesh: the processes.
+        **settings: as for :class:`PipelinedState`.
+    """
+
+    of_processes = ("clip_grad_norm_", "init_weights", "load", "no_sync", "save")
+
+    def __init__(self, original: nn.Module, options: Options, *, mesh: DeviceMesh, **settings: Any) -> None:
+        self._mesh = mesh
+        super().__init__(original, options, **settings)
+
+    @functools.cached_property
+    def _processes(self) -> ProcessPipeline:
+        return process_pipeline(self.original, self._mesh, **self.settings())
+
+    def processes(self) -> ProcessPipeline:
+        """This rank's part in a pipeline over processes."""
+        return self._processes
+
+    def _dynamic(self) -> bool | None:
+        """As asked for. PyTorch cannot trace layers that ranks share out for sizes of any number, seen with 2.13."""
+        return False if self.dynamic is None and self._processes.group.parts > 1 else self.dynamic
+
+    def _mode(self) -> Local:
+        return self._processes
+
+    def for_generation(self, model: nn.Module) -> nn.Module:
+        """None.
+
+        Args:
+            model: the compiled model.
+
+        Raises:
+            RuntimeError: this process has only some of the parameters.
+        """
+        raise RuntimeError(
+            "generate() and calls with a cache need all of the model in one process, and with mesh= each has its "
+            "own stages: save the model (model.save), and load it in a process that generates."
+        )
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        refuse_sharded_parts(self.original)
+        return self.pipeline.trace(args, kwargs)
+
+    def _replan(self, run: Callable[[], Any], devices: Sequence[torch.device]) -> Any:
+        return replanning_together(run, self.compile, self.learned, self._is_budgeted(devices), self._processes)
+
+    def of_this_rank(self, named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+        """Those of the model's named tensors that this rank owns."""
+        return own_state.of_this_rank(self._processes, named)
+
+    def check_copyable(self) -> None:
+        """Refused.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("a model that is distributed over processes cannot be copied or pickled: save its state_dict.")
+
+    def check_replicable(self) -> None:
+        """Refused.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "DistributedDataParallel cannot be around a model that was compiled with mesh=, of which each rank has the "
+            "parameters of its own stages only. For replicas of the pipeline give the mesh a dimension 'dp': "
+            "init_device_mesh(device, (replicas, stages), mesh_dim_names=('dp', 'pp')). Their gradients are averaged "
+            "without DistributedDataParallel."
+        )
+
+    def clip_gradients(self, model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Those of all ranks."""
+        return own_state.clip_gradients(self._processes, max_norm, norm_type)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Of this rank's replica."""
+        return self._processes.replication.no_sync()
+
+    def own_state(self, state: Any, prefix: str) -> Any:
+        """A state dict without the tensors of other ranks."""
+        return own_state.own_state(self._processes, state, prefix)
+
+    def load_state(self, load: Callable[..., Any], state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Copy what this rank owns from a state dict, which may have more."""
+        return own_state.load_own_state(self._processes, state, args[0] if args else kwargs.get("strict", True))
+
+
+_CACHES = "transformers.cache_utils"
+"""Of keys and values, which a language model that generates reads and extends in each call."""
+
+
+def has_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a model is given a cache of Hugging Face's."""
+    return any(cls.__module__ == _CACHES for value in (*args, *kwargs.values()) for cls in type(value).__mro__)
