@@ -22,6 +22,7 @@ from roundpipe_fx.distributed import own_state
 from roundpipe_fx.distributed.pytorch_stages import pytorch_stages
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.pipeline.step.step import StepInputs
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.optimizer_parameters import in_optimizer_context
 
@@ -109,9 +110,17 @@ class CompiledModule(nn.Module):
                 "forward_backward was given microbatches and other inputs: all inputs of a microbatch, and its labels, "
                 "belong to its dict in microbatches=[{…}, {…}]."
             )
-        return state.forward_backward(
-            self, args, kwargs, labels, loss_fn, return_outputs, optimizer, synchronize, microbatches
+        given = StepInputs(
+            args=args,
+            kwargs=kwargs,
+            labels=labels,
+            loss_fn=loss_fn,
+            return_outputs=return_outputs,
+            optimizer=optimizer,
+            synchronize=synchronize,
+            microbatches=microbatches,
         )
+        return state.forward_backward(self, given)
 
     @property
     def plan(self) -> Plan:

@@ -23,6 +23,7 @@ from roundpipe_fx.console.progress import working
 from roundpipe_fx.distributed.process_pipeline import ProcessPipeline
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
+from roundpipe_fx.pipeline.step.step import StepInputs
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.bridge import TraceOnly, trace_only
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
@@ -143,21 +144,14 @@ class CompiledState:
         """
         return model
 
-    def forward_backward(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        labels: Any,
-        loss_fn: Callable[..., Any] | None,
-        return_outputs: bool,
-        optimizer: torch.optim.Optimizer | None = None,
-        synchronize: bool = True,
-        microbatches: Sequence[Any] | None = None,
-    ) -> Any:
-        """See :meth:`roundpipe_fx.CompiledModule.forward_backward`; ``model`` is the compiled model."""
-        if optimizer is not None:
-            self._know(optimizer)
+    def forward_backward(self, model: nn.Module, given: StepInputs) -> Any:
+        """Refused.
+
+        Raises:
+            RuntimeError: always.
+        """
+        if given.optimizer is not None:
+            self._know(given.optimizer)
         raise RuntimeError(
             "forward_backward needs a model that is compiled for microbatches: "
             "roundpipe_fx.compile(model, num_microbatches=…, devices=[…])."

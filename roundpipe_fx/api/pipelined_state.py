@@ -24,7 +24,7 @@ from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.pipelined_graph import with_optimizer
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState, Structure
 from roundpipe_fx.pipeline.step.local import Local
-from roundpipe_fx.pipeline.step.step import Pipeline, Splitting
+from roundpipe_fx.pipeline.step.step import Pipeline, Splitting, StepInputs
 from roundpipe_fx.runtime.optimizer_memory import sum_of
 
 __all__ = ["PipelinedState", "StateOverProcesses"]
@@ -130,42 +130,29 @@ class PipelinedState(CompiledState):
         self.optimizer.updates.synchronize()
         return self.original
 
-    def forward_backward(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        labels: Any,
-        loss_fn: Callable[..., Any] | None,
-        return_outputs: bool,
-        optimizer: torch.optim.Optimizer | None = None,
-        synchronize: bool = True,
-        microbatches: Sequence[Any] | None = None,
-    ) -> Any:
+    def forward_backward(self, model: nn.Module, given: StepInputs) -> Any:
         """See :meth:`roundpipe_fx.CompiledModule.forward_backward`; ``model`` is the compiled model."""
-        if optimizer is not None:
-            self._know(optimizer)
+        if given.optimizer is not None:
+            self._know(given.optimizer)
         refuse_sharded_step(model)
-
-        def step(args: tuple[Any, ...], kwargs: dict[str, Any], hand_over: bool) -> Any:
-            within = optimizer if hand_over else None
-            return self.pipeline.forward_backward(
-                args, kwargs, labels, loss_fn, return_outputs, hand_over, within, synchronize, microbatches
-            )
-
         parallel = data_parallel_around(model, self)
         if parallel is None:
-            return self._replanned(lambda: step(args, kwargs, hand_over=True))
-        self._instead = lambda args, kwargs: self._replanned(lambda: step(args, kwargs, hand_over=False))
+            return self._replanned(lambda: self.pipeline.forward_backward(given))
+
+        def step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            within = dataclasses.replace(given, args=args, kwargs=kwargs, optimizer=None)
+            return self._replanned(lambda: self.pipeline.forward_backward(within, hand_over=False))
+
+        self._instead = step
         try:
-            result = parallel(*args, **kwargs)
+            result = parallel(*given.args, **given.kwargs)
         finally:
             self._instead = None
-        loss = result[0] if return_outputs else result
+        loss = result[0] if given.return_outputs else result
         loss.backward()
-        if optimizer is not None:
-            self.optimizer.step(optimizer, is_async=False)
-        return (loss.detach(), result[1]) if return_outputs else loss.detach()
+        if given.optimizer is not None:
+            self.optimizer.step(given.optimizer, is_async=False)
+        return (loss.detach(), result[1]) if given.return_outputs else loss.detach()
 
     def _know(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer, and count it in plans of an offloaded model's steps: those that are made from now on, and

@@ -58,7 +58,7 @@ from roundpipe_fx.runtime.stage_updates import StepUpdates
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import ActionKind
 
-__all__ = ["Pipeline", "Splitting"]
+__all__ = ["Pipeline", "Splitting", "StepInputs"]
 
 
 _BACKWARD = (ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
@@ -79,6 +79,31 @@ class Splitting:
     inputs: Any = None
     labels: Any = None
     outputs: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """What :meth:`roundpipe_fx.CompiledModule.forward_backward` is given.
+
+    Attributes:
+        args: for the model.
+        kwargs: for the model.
+        labels: for ``loss_fn``.
+        loss_fn: computes the loss.
+        return_outputs: whether to return the model's outputs too.
+        optimizer: steps within this step.
+        synchronize: whether to wait for its updates.
+        microbatches: the batch, split by the caller; ``None``: it is to be split.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    labels: Any = None
+    loss_fn: Callable[..., Any] | None = None
+    return_outputs: bool = False
+    optimizer: torch.optim.Optimizer | None = None
+    synchronize: bool = True
+    microbatches: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -138,49 +163,33 @@ class Pipeline:
     def _compiled(self) -> dict[str, Callable[..., Any]]:
         return {kind: self._compile_function(function) for kind, function in functions_of(self._model).items()}
 
-    def forward_backward(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        labels: Any,
-        loss_fn: Callable[..., Any] | None,
-        return_outputs: bool,
-        hand_over: bool = True,
-        optimizer: torch.optim.Optimizer | None = None,
-        synchronize: bool = True,
-        microbatches: Sequence[Any] | None = None,
-    ) -> Any:
+    def forward_backward(self, given: StepInputs, hand_over: bool = True) -> Any:
         """See :meth:`roundpipe_fx.CompiledModule.forward_backward`.
 
         Args:
-            args: for the model.
-            kwargs: for the model.
-            labels: for ``loss_fn``.
-            loss_fn: computes the loss.
-            return_outputs: whether to return the model's outputs too.
+            given: the user's.
             hand_over: whether gradients are passed to parameters and inputs now, or when the returned loss is
                 differentiated.
-            optimizer: steps within this step.
-            synchronize: whether to wait for its updates.
-            microbatches: the batch, split by the caller; ``None``: it is to be split.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 "forward_backward computes gradients, but autograd is off here (no_grad); call the model."
             )
-        kind = "outputs" if return_outputs else "loss"
+        kind, loss_fn = "outputs" if given.return_outputs else "loss", given.loss_fn
         with self._lock, self._batch_norm():
-            args, kwargs, labels, microbatches = self._placed((args, kwargs, labels, microbatches), loss_fn)
+            on_device = self._placed((given.args, given.kwargs, given.labels, given.microbatches), loss_fn)
+            args, kwargs, labels, microbatches = on_device
+            inputs = StepInputs(args=args, kwargs=kwargs, labels=labels, loss_fn=loss_fn, microbatches=microbatches)
             captured, made, weights = self._captured(
-                lambda: self._calls_of_step(args, kwargs, labels, loss_fn, kind, microbatches),
-                (args, kwargs, labels, loss_fn, kind, microbatches),
+                lambda: self._calls_of_step(inputs, kind), (args, kwargs, labels, loss_fn, kind, microbatches)
             )
             splits = made.splits
             receivers = receivers_of(captured.primals, splits, self._mode.receivers())
             losses = [loss_output(graph, loss_fn) for graph in captured.graphs]
             of_each = zip(captured.graphs, losses, captured.primals, weights, strict=True)
             tangents = [gradients_of_loss(*of_one) for of_one in of_each]
-            with updating(self._optimized, optimizer, synchronize, captured, self._mode.updatable) as updates:
+            updatable = self._mode.updatable
+            with updating(self._optimized, given.optimizer, given.synchronize, captured, updatable) as updates:
                 finished = self._run(captured, tangents, None, [], updates)
                 gather(finished.gradients, splits)
                 total = weighted_sum(
@@ -191,12 +200,12 @@ class Pipeline:
                     total = loss_with_gradients(total, *ready)
                 outputs = self._model_outputs(captured, finished.outputs)
                 merged = None
-                if return_outputs:  # before gradients are handed over: it may be an error
+                if given.return_outputs:  # before gradients are handed over: it may be an error
                     parts = [map_leaves(lambda _, value: detached(value), output) for _, output in outputs]
                     merged = merge(parts, self._splitting.outputs, weights, made.rows)
                 self._mode.before_gradients(captured)
                 hand_to_autograd(*ready)
-        return self._mode.to_model((total, merged) if return_outputs else total)
+        return self._mode.to_model((total, merged) if given.return_outputs else total)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs; where autograd is on, all backwards run when they are differentiated."""
@@ -240,8 +249,14 @@ class Pipeline:
                 captured, *_ = self._captured(make, batch, forwards_before_backwards=True, runs=False)
                 return TracedStep(captured, self._scheduled(captured, None).instructions, *made[0].args)
             ours = ("labels", "loss_fn", "microbatches")
-            inputs = {name: value for name, value in kwargs.items() if name not in ours}
-            make = lambda: noted(self._calls_of_step(args, inputs, labels, loss_fn, "loss", microbatches))  # noqa: E731
+            inputs = StepInputs(
+                args=args,
+                kwargs={name: value for name, value in kwargs.items() if name not in ours},
+                labels=labels,
+                loss_fn=loss_fn,
+                microbatches=microbatches,
+            )
+            make = lambda: noted(self._calls_of_step(inputs, "loss"))  # noqa: E731
             captured, *_ = self._captured(make, batch, runs=False)
             return TracedStep(captured, self._scheduled(captured, None).instructions, *made[0].args[2:])
 
@@ -278,18 +293,11 @@ class Pipeline:
         calls = [functools.partial(self.compiled["model"], *piece) for piece in pieces]
         return self._step_calls(calls, pieces, self._split(args, kwargs, pieces), self._rows(args, kwargs, pieces))
 
-    def _calls_of_step(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        labels: Any,
-        loss_fn: Any,
-        kind: str,
-        microbatches: Sequence[Any] | None = None,
-    ) -> _StepCalls:
+    def _calls_of_step(self, given: StepInputs, kind: str) -> _StepCalls:
         """A call for each microbatch of a step with its loss."""
-        if microbatches is not None:
-            return self._calls_of_given(microbatches, loss_fn, kind)
+        args, kwargs, labels, loss_fn = given.args, given.kwargs, given.labels, given.loss_fn
+        if given.microbatches is not None:
+            return self._calls_of_given(given.microbatches, loss_fn, kind)
         if labels is not None and loss_fn is None:
             kwargs, labels = {**kwargs, "labels": labels}, None  # a model that takes its labels itself
         self._refuse_jagged((args, kwargs))
