@@ -26,9 +26,8 @@ from roundpipe_fx.budget import available_memory
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
 from roundpipe_fx.passes.entry import PassLevel
-from roundpipe_fx.pipeline.lowered_pipeline import Structure
 from roundpipe_fx.pipeline.same_segments import OperationKey, same_boundaries, segment_starts, starts_like
-from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.pipeline.settings import Pipelining, Structure
 from roundpipe_fx.planner.stages_in_pieces import pieces_of
 from roundpipe_fx.schedules import ScheduleSpec
 from roundpipe_fx.schedules.balance_offloaded_stages import Weights, balance_offloaded_stages

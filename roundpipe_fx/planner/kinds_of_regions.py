@@ -14,7 +14,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, elements
 from roundpipe_fx.budget import Found
-from roundpipe_fx.compiler.operations import summed, tiled
+from roundpipe_fx.compiler.operations_in_tiles import summed, tiled
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.tile_loop import TileLoop
@@ -29,14 +29,7 @@ from roundpipe_fx.planner.evaluation import E, Space
 from roundpipe_fx.planner.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.remat.choose import Bottleneck, Unmet
 
-__all__ = [
-    "Kind",
-    "Kinds",
-    "Tiles",
-    "by_kind",
-    "first_tiles",
-    "names_of",
-]
+__all__ = ["Kind", "Kinds", "Tiles", "by_kind", "first_tiles", "names_of"]
 
 _ROWS = 128
 """A tile begins with at least so many rows: matrix products with fewer are slower."""

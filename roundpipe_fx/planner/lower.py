@@ -19,14 +19,14 @@ from roundpipe_fx.budget import Found, Infeasible, Result, default_budget
 from roundpipe_fx.compiler.cached_marks import FIRST_MARKING_PASS, mark_as_cached, marks_as_data, remove_marks
 from roundpipe_fx.compiler.emit import device_of, emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations import cut, operations_of
+from roundpipe_fx.compiler.operations_in_tiles import cut, operations_of
 from roundpipe_fx.compiler.plan_cache import CachedPlan, PlanFile, Recalled, plan_file
 from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes
 from roundpipe_fx.compiler.schedule_data import schedule_as_data, schedule_from_data
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.ir.region import budget_of_region
+from roundpipe_fx.ir.recompute_marks import budget_of_region
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 from roundpipe_fx.planner.program_within_budget import PROGRAMS, following_rotor
 from roundpipe_fx.planner.search import search
@@ -37,13 +37,7 @@ from roundpipe_fx.remat.save_policy import SavePolicy, save_all, save_stage_inpu
 from roundpipe_fx.runtime.library_memory import expected_library_bytes
 from roundpipe_fx.torch_private import input_sizes
 
-__all__ = [
-    "SAVE_POLICIES",
-    "asked_budget",
-    "bounded_in_bytes",
-    "lower",
-    "prepare",
-]
+__all__ = ["SAVE_POLICIES", "asked_budget", "bounded_in_bytes", "lower", "prepare"]
 
 
 SAVE_POLICIES: Mapping[str, SavePolicy] = {"none": save_all, "full": save_stage_inputs}

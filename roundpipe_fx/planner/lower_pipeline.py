@@ -31,14 +31,14 @@ from typing import Any
 from roundpipe_fx.analysis.cost import MeasuredCosts
 from roundpipe_fx.budget import Found, Infeasible, Result, first_found
 from roundpipe_fx.compiler.emit import emit, emit_by_policy
-from roundpipe_fx.compiler.operations import least_bytes_of
+from roundpipe_fx.compiler.operations_in_tiles import least_bytes_of
 from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.ir.collectives import refuse_distributed, refuse_other_groups
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.pipeline.distributed import refuse_distributed, refuse_other_groups
 from roundpipe_fx.pipeline.host_memory import check_host_memory, host_budget_of, host_memory_of
-from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, Variant, variant_of
-from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, variant_of
+from roundpipe_fx.pipeline.settings import Pipelining, Structure
 from roundpipe_fx.planner.cut_for_schedule import CutGraph, cut_for_schedule, weight_limits
 from roundpipe_fx.planner.divide_devices import NoDivisionError, divisions_of, lower_divided, pipelining_of
 from roundpipe_fx.planner.evaluation import Candidate, ScheduleEvaluation, Space, evaluated

@@ -13,7 +13,13 @@ from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.budget import Found, Infeasible, Result, first_found
 from roundpipe_fx.compiler.emit import emit, full_of
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations import cut, operations_of, uncut, with_gradients, without_common_subexpressions
+from roundpipe_fx.compiler.operations_in_tiles import (
+    cut,
+    operations_of,
+    uncut,
+    with_gradients,
+    without_common_subexpressions,
+)
 from roundpipe_fx.compiler.overlap import stages_to_overlap
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.values_on_host import wants_host

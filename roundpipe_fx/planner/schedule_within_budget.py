@@ -27,10 +27,10 @@ from roundpipe_fx.budget import Found, Infeasible, bytes_text, limit_of, share_h
 from roundpipe_fx.codegen import KnownModules
 from roundpipe_fx.compiler.emit import emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations import operations_of
+from roundpipe_fx.compiler.operations_in_tiles import operations_of
 from roundpipe_fx.pipeline.host_memory import host_budget_of, host_memory_of
-from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, Variant, gaps, variant_of
-from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, gaps, variant_of
+from roundpipe_fx.pipeline.settings import Pipelining, Structure
 from roundpipe_fx.planner.alternatives import chosen_among
 from roundpipe_fx.planner.cut_for_schedule import CutGraph
 from roundpipe_fx.planner.evaluation import Candidate, ScheduleEvaluation, evaluated, quickest

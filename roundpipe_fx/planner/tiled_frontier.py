@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from roundpipe_fx.analysis.tiling import TileRegions
-from roundpipe_fx.compiler.operations import cut, operations_of, summed, tiled, uncut, with_gradients
+from roundpipe_fx.compiler.operations_in_tiles import cut, operations_of, summed, tiled, uncut, with_gradients
 from roundpipe_fx.compiler.planned_values import planned_tiles
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.console.progress import working

@@ -20,7 +20,7 @@ from roundpipe_fx.runtime.compiled_sums import from_zero, functional_sums
 from roundpipe_fx.runtime.eager_stage import eager_stage
 from roundpipe_fx.runtime.expanded_inputs import by_arrival
 from roundpipe_fx.runtime.loss_gradients import DECOMPOSITIONS
-from roundpipe_fx.runtime.profiled_operators import profile_operators
+from roundpipe_fx.runtime.observers import profile_operators
 
 __all__ = ["COMPILING", "Boxed", "compile_stage", "compile_stages"]
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import roundpipe_fx
-from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
+from roundpipe_fx.distributed.ranks import RanksDifferError, RemoteError
 from tests.distributed.models import LARGER, MODELS, Block, Net, Tied, language_loss, make
 from tests.trainers.processes import Check, in_processes
 

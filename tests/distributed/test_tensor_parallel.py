@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import roundpipe_fx
-from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
+from roundpipe_fx.distributed.ranks import RanksDifferError, RemoteError
 from tests.distributed.models import language_loss, make
 from tests.distributed.parallel_layers import (
     WORDS,

@@ -11,7 +11,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions
-from roundpipe_fx.compiler.operations import summed
+from roundpipe_fx.compiler.operations_in_tiles import summed
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.tile_loop import TileLoop

@@ -15,7 +15,7 @@ import roundpipe_fx
 from benchmarks.lower_bound import lower_bound
 from roundpipe_fx.analysis.tiling import TileRegions
 from roundpipe_fx.budget import Found
-from roundpipe_fx.compiler.operations import summed, tiled
+from roundpipe_fx.compiler.operations_in_tiles import summed, tiled
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.passes import pipeline
