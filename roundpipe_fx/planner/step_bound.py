@@ -10,7 +10,7 @@ a pipeline of which ``w`` seconds of every microbatch run there::
 ``r`` is what is recomputed at the least: when most microbatches are in flight, what they save must fit beside
 gradients, gathered parameters and the largest operation. Values whose recomputation takes the fewest seconds a byte are
 dropped first, each as if everything that it is computed from were available, so no plan recomputes for less. Tiles
-(:mod:`roundpipe_fx.planner.tiling`) do, so for them this part is left out.
+(:mod:`roundpipe_fx.planner.tile_more`) do, so for them this part is left out.
 """
 
 from __future__ import annotations
