@@ -110,7 +110,7 @@ class CompiledModule(nn.Module):
                 "forward_backward was given microbatches and other inputs: all inputs of a microbatch, and its labels, "
                 "belong to its dict in microbatches=[{…}, {…}]."
             )
-        given = StepInputs(
+        step_inputs = StepInputs(
             args=args,
             kwargs=kwargs,
             labels=labels,
@@ -120,7 +120,7 @@ class CompiledModule(nn.Module):
             synchronize=synchronize,
             microbatches=microbatches,
         )
-        return state.forward_backward(self, given)
+        return state.forward_backward(self, step_inputs)
 
     @property
     def plan(self) -> Plan:

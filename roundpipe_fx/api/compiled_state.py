@@ -144,14 +144,14 @@ class CompiledState:
         """
         return model
 
-    def forward_backward(self, model: nn.Module, given: StepInputs) -> Any:
+    def forward_backward(self, model: nn.Module, step_inputs: StepInputs) -> Any:
         """Refused.
 
         Raises:
             RuntimeError: always.
         """
-        if given.optimizer is not None:
-            self._know(given.optimizer)
+        if step_inputs.optimizer is not None:
+            self._know(step_inputs.optimizer)
         raise RuntimeError(
             "forward_backward needs a model that is compiled for microbatches: "
             "roundpipe_fx.compile(model, num_microbatches=…, devices=[…])."

@@ -130,29 +130,29 @@ class PipelinedState(CompiledState):
         self.optimizer.updates.synchronize()
         return self.original
 
-    def forward_backward(self, model: nn.Module, given: StepInputs) -> Any:
+    def forward_backward(self, model: nn.Module, step_inputs: StepInputs) -> Any:
         """See :meth:`roundpipe_fx.CompiledModule.forward_backward`; ``model`` is the compiled model."""
-        if given.optimizer is not None:
-            self._know(given.optimizer)
+        if step_inputs.optimizer is not None:
+            self._know(step_inputs.optimizer)
         refuse_sharded_step(model)
         parallel = data_parallel_around(model, self)
         if parallel is None:
-            return self._replanned(lambda: self.pipeline.forward_backward(given))
+            return self._replanned(lambda: self.pipeline.forward_backward(step_inputs))
 
         def step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            within = dataclasses.replace(given, args=args, kwargs=kwargs, optimizer=None)
+            within = dataclasses.replace(step_inputs, args=args, kwargs=kwargs, optimizer=None)
             return self._replanned(lambda: self.pipeline.forward_backward(within, hand_over=False))
 
         self._instead = step
         try:
-            result = parallel(*given.args, **given.kwargs)
+            result = parallel(*step_inputs.args, **step_inputs.kwargs)
         finally:
             self._instead = None
-        loss = result[0] if given.return_outputs else result
+        loss = result[0] if step_inputs.return_outputs else result
         loss.backward()
-        if given.optimizer is not None:
-            self.optimizer.step(given.optimizer, is_async=False)
-        return (loss.detach(), result[1]) if given.return_outputs else loss.detach()
+        if step_inputs.optimizer is not None:
+            self.optimizer.step(step_inputs.optimizer, is_async=False)
+        return (loss.detach(), result[1]) if step_inputs.return_outputs else loss.detach()
 
     def _know(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer, and count it in plans of an offloaded model's steps: those that are made from now on, and
@@ -180,9 +180,9 @@ class PipelinedState(CompiledState):
         return self.pipelining.checkpoint is None and super()._is_budgeted(devices)
 
     def _cuda_devices(self) -> list[torch.device]:
-        found = super()._cuda_devices()
-        if found or not torch.cuda.is_initialized():
-            return found
+        devices = super()._cuda_devices()
+        if devices or not torch.cuda.is_initialized():
+            return devices
         return [device for device in self.pipelining.devices[:1] if device.type == "cuda"]
 
 

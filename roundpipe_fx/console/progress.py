@@ -17,15 +17,15 @@ from typing import Any, TypeVar
 
 from tqdm import TqdmExperimentalWarning, TqdmWarning
 
+__all__ = ["cell_of", "is_notebook", "progress", "working"]
+
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", TqdmExperimentalWarning)
     warnings.simplefilter("ignore", TqdmWarning)  # of a notebook without widgets
     from tqdm.auto import tqdm
     from tqdm.notebook import tqdm as tqdm_of_widgets
 
-from roundpipe_fx.console.notebook import is_notebook
-
-__all__ = ["progress", "working"]
 
 T = TypeVar("T")
 
@@ -109,3 +109,28 @@ def _tell(line: Any, over: threading.Event) -> None:
             line.refresh()
         line.last_print_t = time.time()  # closing clears the line only if it was shown, and looks here
         wait = _INTERVAL
+
+
+def is_notebook() -> bool:
+    """Whether this is a kernel, whose results a notebook displays; IPython in a terminal is none."""
+    return hasattr(_shell(), "kernel")
+
+
+def cell_of(path: str) -> str:
+    """The cell that IPython compiled under a file's name, as its tracebacks call it: ``In[3]``.
+
+    Args:
+        path: the name; of a cell it means nothing to anybody.
+
+    Returns:
+        the cell; ``""`` if it is none.
+    """
+    format_code_name = getattr(getattr(_shell(), "compile", None), "format_code_name", None)
+    named = format_code_name(path) if format_code_name is not None else None
+    return str(named[1]) if named else ""
+
+
+def _shell() -> Any:
+    """IPython's, if the program runs in it."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None

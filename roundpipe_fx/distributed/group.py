@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_fx.distributed.mesh import DATA, PIPELINE, TENSOR, check_mesh, size_of
-from roundpipe_fx.distributed.own_groups import OwnGroup
-from roundpipe_fx.distributed.ranks import Ranks, gather_into
+from roundpipe_fx.distributed.ranks import OwnGroup, Ranks, gather_into
 from roundpipe_fx.torch_private import group_timeout
 
 __all__ = ["PipelineGroup", "Replicas"]

@@ -13,12 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from roundpipe_fx.distributed.agreement import together
+from roundpipe_fx.distributed.files import Fill, initialize, load_files, load_tensors, save_files
 from roundpipe_fx.distributed.group import PipelineGroup
-from roundpipe_fx.distributed.loading import Fill, initialize, load_files, load_tensors
 from roundpipe_fx.distributed.mesh import DATA
 from roundpipe_fx.distributed.ownership import named_tensors
 from roundpipe_fx.distributed.process_pipeline import ProcessPipeline
-from roundpipe_fx.distributed.saving import save_files
 from roundpipe_fx.distributed.sharded_parameters import is_to_average
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.settings import Pipelining

@@ -28,8 +28,7 @@ from roundpipe_fx.distributed.averaging import Averaging
 from roundpipe_fx.distributed.gathering import Gathering
 from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.layout import count, dense, numbers_of, received, strided
-from roundpipe_fx.distributed.own_groups import note_lost_rank
-from roundpipe_fx.distributed.ranks import Ranks, RemoteError
+from roundpipe_fx.distributed.ranks import Ranks, RemoteError, note_lost_rank
 from roundpipe_fx.distributed.run_end import RunEnd
 from roundpipe_fx.distributed.transfer_orders import Parcel, RankTransfers
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator

@@ -3,7 +3,7 @@
 What one rank sends to another arrives in the order in which it is sent, and NCCL fills the receives in the order in
 which they were started. So receives are started in the order of the sender's sends, whatever order the receiver reads
 them in. Each is started just before the first action during which it can arrive: only those actions of the receiver
-that the sender's action depends on are certain to be over by then (as in :mod:`roundpipe_fx.schedules.vector_clocks`).
+that the sender's action depends on are certain to be over by then (as in :mod:`roundpipe_fx.schedules.places`).
 The plan counts a received value from the same action on, so started receives take no memory that it does not know. ::
 
     rank 0   F0.0 S:F0.0>1   V:B1.0<1 F0.1 S:F0.1>1   V:B1.1<1 B0.0   B0.1

@@ -3,6 +3,10 @@
 Eager PyTorch raises an error in ``backward()``, AOTAutograd as soon as the graph is compiled. A model whose backward
 nobody calls, as in an evaluation without ``torch.no_grad()``, is run eagerly instead.
 So are calls of other graphs that cannot be run as compiled.
+
+A backward may be wrong in eager PyTorch too: it differentiates the bodies of ``torch.cond`` and ``map`` by running them
+once more, without the state that their generators had, so the gradient of a dropout inside has another mask than the
+dropout. (Seen with PyTorch 2.13.) Of that the user is warned.
 """
 
 from __future__ import annotations
@@ -13,9 +17,18 @@ from typing import Any
 
 from torch import fx
 
+from roundpipe_fx.ir.bodies import draws_inside
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.torch_private import PassedThrough
 
-__all__ = ["InvalidBackwardError", "eager_graph", "is_of_backward", "warn_of_invalid_backward"]
+__all__ = [
+    "InvalidBackwardError",
+    "eager_graph",
+    "is_of_backward",
+    "warn_of_invalid_backward",
+    "warn_of_redrawn_numbers",
+]
 
 
 _ERRORS = (
@@ -68,3 +81,22 @@ def eager_graph(module: fx.GraphModule) -> Callable[..., Any]:
         return made[0](*arguments)
 
     return run
+
+
+def warn_of_redrawn_numbers(joint: JointGraph) -> None:
+    """Warn of operators that draw random numbers in the backward, where they differentiate a body.
+
+    Args:
+        joint: a captured graph.
+    """
+    dependent = joint.dependent_on_tangents()
+    redrawing = [node for node in joint.computed() if node in dependent and draws_inside(node, joint.module)]
+    lines = {line_of(node): str(node.target) for node in redrawing}
+    for line, operator in lines.items():
+        where = f" at {line}" if line else ""
+        warnings.warn(
+            f"roundpipe_fx: the body of an operator ({operator}){where} draws random numbers, as a dropout does, and "
+            "draws others when PyTorch differentiates it, without a compiler too, so its gradients are not those of "
+            "what was computed. Draw outside of the body and pass it what was drawn.",
+            stacklevel=2,
+        )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from roundpipe_fx.console.notebook import cell_of
+from roundpipe_fx.console.progress import cell_of
 
 __all__ = ["line_of", "source_of"]
 

@@ -15,8 +15,7 @@ from roundpipe_fx.ir.alternative_plans import Alternatives
 from roundpipe_fx.ir.decisions import PlannedDivision
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.pipeline.settings import Pipelining, Structure
-from roundpipe_fx.pipeline.sharded_costs import copied_bytes, sharded_costs
-from roundpipe_fx.pipeline.steps import Steps, step_costs, steps_of
+from roundpipe_fx.pipeline.steps import Steps, copied_bytes, sharded_costs, step_costs, steps_of
 from roundpipe_fx.schedules import (
     Schedule,
     StageGraph,

@@ -34,9 +34,8 @@ from roundpipe_fx.compiler.planned_values import (
 from roundpipe_fx.ir.decisions import PlannedStage
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values
 from roundpipe_fx.ir.segment import Segment, StageCut
-from roundpipe_fx.report.emitted_lines import emitted_lines
 from roundpipe_fx.report.plan import Plan
-from roundpipe_fx.report.plan_details import EmittedStep
+from roundpipe_fx.report.plan_details import EmittedStep, emitted_lines
 from roundpipe_fx.torch_private import module_path_text
 
 __all__ = ["plan_of"]

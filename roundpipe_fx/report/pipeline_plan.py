@@ -11,7 +11,7 @@ from roundpipe_fx.ir.joint_graph import Mark, Phase, viewed
 from roundpipe_fx.pipeline.host_memory import host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph
-from roundpipe_fx.pipeline.sharded_costs import gathered_stages
+from roundpipe_fx.pipeline.steps import gathered_stages
 from roundpipe_fx.report.make_plan import plan_of
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.schedules import Timing, simulate_time, with_transfers

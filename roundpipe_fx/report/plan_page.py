@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from roundpipe_fx.console.notebook import is_notebook
+from roundpipe_fx.console.progress import is_notebook
 
 __all__ = ["page_of_plans", "show_page"]
 

@@ -23,7 +23,7 @@ gradients until they are reduced to rows (:mod:`roundpipe_fx.schedules.sharding`
 
 Devices may be faster or slower than simulated, so a received value is counted from the earliest action at which it can
 have arrived: only those actions of the receiver that the sender depends on are certain to be over when the value is
-computed (:mod:`roundpipe_fx.schedules.vector_clocks`). The peak is therefore an upper bound for any timing; on one
+computed (:mod:`roundpipe_fx.schedules.places`). The peak is therefore an upper bound for any timing; on one
 device nothing is received, and it is exact. Schedules of more than a hundred thousand actions are assumed to run as
 simulated.
 """
@@ -37,12 +37,11 @@ import numpy as np
 
 from roundpipe_fx.schedules.action import StageAction
 from roundpipe_fx.schedules.offloads import Offload
-from roundpipe_fx.schedules.places import Places
+from roundpipe_fx.schedules.places import Places, vector_clocks
 from roundpipe_fx.schedules.residency import ResidencyWindow
 from roundpipe_fx.schedules.sharding import KeptGathered, late_gradients, sharded_changes
 from roundpipe_fx.schedules.step_costs import Held, StepCosts, backward_start, device_orders
 from roundpipe_fx.schedules.timetable import Schedule
-from roundpipe_fx.schedules.vector_clocks import vector_clocks
 
 __all__ = ["peaks_of", "weights_of_devices"]
 

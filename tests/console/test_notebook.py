@@ -16,8 +16,7 @@ from tqdm.std import tqdm
 
 import roundpipe_fx
 from roundpipe_fx.console import progress as module
-from roundpipe_fx.console.notebook import cell_of, is_notebook
-from roundpipe_fx.console.progress import progress, working
+from roundpipe_fx.console.progress import cell_of, is_notebook, progress, working
 
 CELL = "/tmp/ipykernel_7/300918654.py"
 

@@ -163,11 +163,11 @@ class Pipeline:
     def _compiled(self) -> dict[str, Callable[..., Any]]:
         return {kind: self._compile_function(function) for kind, function in functions_of(self._model).items()}
 
-    def forward_backward(self, given: StepInputs, hand_over: bool = True) -> Any:
+    def forward_backward(self, step_inputs: StepInputs, hand_over: bool = True) -> Any:
         """See :meth:`roundpipe_fx.CompiledModule.forward_backward`.
 
         Args:
-            given: the user's.
+            step_inputs: the user's.
             hand_over: whether gradients are passed to parameters and inputs now, or when the returned loss is
                 differentiated.
         """
@@ -175,9 +175,11 @@ class Pipeline:
             raise RuntimeError(
                 "forward_backward computes gradients, but autograd is off here (no_grad); call the model."
             )
-        kind, loss_fn = "outputs" if given.return_outputs else "loss", given.loss_fn
+        kind, loss_fn = "outputs" if step_inputs.return_outputs else "loss", step_inputs.loss_fn
         with self._lock, self._batch_norm():
-            on_device = self._placed((given.args, given.kwargs, given.labels, given.microbatches), loss_fn)
+            on_device = self._placed(
+                (step_inputs.args, step_inputs.kwargs, step_inputs.labels, step_inputs.microbatches), loss_fn
+            )
             args, kwargs, labels, microbatches = on_device
             inputs = StepInputs(args=args, kwargs=kwargs, labels=labels, loss_fn=loss_fn, microbatches=microbatches)
             captured, made, weights = self._captured(
@@ -189,7 +191,9 @@ class Pipeline:
             of_each = zip(captured.graphs, losses, captured.primals, weights, strict=True)
             tangents = [gradients_of_loss(*of_one) for of_one in of_each]
             updatable = self._mode.updatable
-            with updating(self._optimized, given.optimizer, given.synchronize, captured, updatable) as updates:
+            with updating(
+                self._optimized, step_inputs.optimizer, step_inputs.synchronize, captured, updatable
+            ) as updates:
                 finished = self._run(captured, tangents, None, [], updates)
                 gather(finished.gradients, splits)
                 total = weighted_sum(
@@ -200,12 +204,12 @@ class Pipeline:
                     total = loss_with_gradients(total, *ready)
                 outputs = self._model_outputs(captured, finished.outputs)
                 merged = None
-                if given.return_outputs:  # before gradients are handed over: it may be an error
+                if step_inputs.return_outputs:  # before gradients are handed over: it may be an error
                     parts = [map_leaves(lambda _, value: detached(value), output) for _, output in outputs]
                     merged = merge(parts, self._splitting.outputs, weights, made.rows)
                 self._mode.before_gradients(captured)
                 hand_to_autograd(*ready)
-        return self._mode.to_model((total, merged) if given.return_outputs else total)
+        return self._mode.to_model((total, merged) if step_inputs.return_outputs else total)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs; where autograd is on, all backwards run when they are differentiated."""
@@ -293,11 +297,11 @@ class Pipeline:
         calls = [functools.partial(self.compiled["model"], *piece) for piece in pieces]
         return self._step_calls(calls, pieces, self._split(args, kwargs, pieces), self._rows(args, kwargs, pieces))
 
-    def _calls_of_step(self, given: StepInputs, kind: str) -> _StepCalls:
+    def _calls_of_step(self, step_inputs: StepInputs, kind: str) -> _StepCalls:
         """A call for each microbatch of a step with its loss."""
-        args, kwargs, labels, loss_fn = given.args, given.kwargs, given.labels, given.loss_fn
-        if given.microbatches is not None:
-            return self._calls_of_given(given.microbatches, loss_fn, kind)
+        args, kwargs, labels, loss_fn = step_inputs.args, step_inputs.kwargs, step_inputs.labels, step_inputs.loss_fn
+        if step_inputs.microbatches is not None:
+            return self._calls_of_given(step_inputs.microbatches, loss_fn, kind)
         if labels is not None and loss_fn is None:
             kwargs, labels = {**kwargs, "labels": labels}, None  # a model that takes its labels itself
         self._refuse_jagged((args, kwargs))
