@@ -16,23 +16,6 @@ import torch
 
 from roundpipe_fx.torch_private import PassedThrough, RefusedGraph
 
-__all__ = [
-    "Found",
-    "HostMemoryError",
-    "Infeasible",
-    "InfeasibleBudgetError",
-    "Result",
-    "available_memory",
-    "bytes_text",
-    "default_budget",
-    "first_found",
-    "limit_of",
-    "parse_budget",
-    "parse_host_budget",
-    "plan_or_error",
-    "share_hint",
-]
-
 _UNITS = {
     "": 1,
     "b": 1,

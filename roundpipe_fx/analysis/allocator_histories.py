@@ -17,8 +17,6 @@ import torch
 
 from roundpipe_fx.analysis.caching_allocator import NO_HISTORY, History, MemorySegment, allocator_of
 
-__all__ = ["current_histories", "histories_of"]
-
 _ROUNDED_TO = 2 << 20
 """Bytes of a segment are a multiple of this."""
 _IN_USE = ("active_allocated", "active_pending_free", "active_awaiting_free")

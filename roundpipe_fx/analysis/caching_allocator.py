@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["NO_HISTORY", "ROUNDED_TO", "CachingAllocator", "History", "MemorySegment", "allocator_of"]
-
 ROUNDED_TO = 512
 """Every size is rounded up to a multiple of this many bytes."""
 

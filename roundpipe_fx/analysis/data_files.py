@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["cache_folder", "is_on", "read_data", "versions", "write_data"]
-
 
 def cache_folder() -> Path:
     """The folder for files of this package."""

@@ -15,8 +15,6 @@ from torch import fx
 from roundpipe_fx.analysis.cost import layout_of
 from roundpipe_fx.ir.joint_graph import tensor_values
 
-__all__ = ["fake_result", "result_tensors", "same_dimension_order"]
-
 log = logging.getLogger(__name__)
 
 

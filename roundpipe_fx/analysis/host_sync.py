@@ -23,9 +23,6 @@ from torch import fx
 
 from roundpipe_fx.ir.joint_graph import has_tag
 
-__all__ = ["register_sync_op", "registered_sync_ops", "why_host_sync"]
-
-
 aten = torch.ops.aten
 
 _BY_INDEX = (

@@ -21,8 +21,6 @@ from roundpipe_fx.ir.joint_graph import has_tag, input_nodes, is_tensor
 from roundpipe_fx.operators.partial_writes import PARTIAL_WRITES
 from roundpipe_fx.torch_private import has_kernel
 
-__all__ = ["InPlaceForm", "in_place_forms", "operands_to_write_over"]
-
 aten = torch.ops.aten
 
 # Operators other than pointwise ones that change a part of their first operand.

@@ -12,8 +12,6 @@ from typing import Any
 
 from roundpipe_fx.analysis.caching_allocator import CachingAllocator
 
-__all__ = ["Event", "LivePeak", "levels_of", "lifetimes_of", "peak_of"]
-
 _WORKSPACE = -2
 """Stands for the workspace of an event, for an allocator."""
 

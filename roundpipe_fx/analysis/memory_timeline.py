@@ -23,8 +23,6 @@ from roundpipe_fx.ir.joint_graph import Mark, module_path, tensor_values
 from roundpipe_fx.ir.source import line_of, source_of
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["Lifetime", "MemoryTimeline", "Moment", "memory_timeline"]
-
 _INCOMING = "incoming gradient"
 
 

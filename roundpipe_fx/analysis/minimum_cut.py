@@ -22,8 +22,6 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-__all__ = ["CAPACITY", "SINK", "SOURCE", "UNCUTTABLE", "Arc", "minimum_cut", "unit_of"]
-
 Arc = tuple[int, int, int]
 """From a vertex, to a vertex, and what cutting it costs."""
 

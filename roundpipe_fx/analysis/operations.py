@@ -17,8 +17,6 @@ from roundpipe_fx.analysis.recomputation import Form
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.ir.joint_graph import Phase
 
-__all__ = ["Operation", "OperationGraph", "PlannedOp", "RecomputeRecipe"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:

@@ -25,8 +25,6 @@ from torch import fx
 from roundpipe_fx.analysis.cost.model import tensor_bytes
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values, viewed
 
-__all__ = ["expect_loss", "lasting_bytes", "loss_bytes", "returned_view_bytes"]
-
 _CROSS_ENTROPY = (3, 0)
 _SQUARED_ERROR = (5, 1)
 """Peak of a loss, and bytes that last until the backward is over, as multiples of an output's bytes."""

@@ -30,8 +30,6 @@ from roundpipe_fx.codegen import Program
 from roundpipe_fx.ir.joint_graph import Mark, is_sum, tensor_values
 from roundpipe_fx.torch_private import offload_operators
 
-__all__ = ["CALLER", "Course", "FollowedCall", "ProgramEvents", "course_of"]
-
 _SWITCHES = (torch.ops.streams.fork.default, torch.ops.streams.join.default)
 """Operators that make another stream the current one: their second operand."""
 CALLER = "the caller"

@@ -36,8 +36,6 @@ from roundpipe_fx.ir.joint_graph import (
 )
 from roundpipe_fx.ir.recompute_marks import budget_of_region, checkpoints_of
 
-__all__ = ["read_operations"]
-
 
 def read_operations(
     joint: JointGraph, segments: int, granularity: int = 1, in_place: bool = True, sums: bool = False

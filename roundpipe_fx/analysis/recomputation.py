@@ -19,16 +19,6 @@ from torch import fx
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, tensor_values
 from roundpipe_fx.ir.ordered_gather import gather_in_order, memory_order
 
-__all__ = [
-    "Form",
-    "is_mask_only",
-    "repetition",
-    "rng_shape_source_of",
-    "selection",
-    "state_bytes",
-    "updates_statistics_alone",
-]
-
 aten = torch.ops.aten
 
 _STATE_BYTES = {"cpu": 5056, "cuda": 16}

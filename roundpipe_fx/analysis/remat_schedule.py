@@ -14,8 +14,6 @@ from torch import fx
 
 from roundpipe_fx.analysis.recomputation import Form
 
-__all__ = ["BackwardOp", "RematBlock", "RematSchedule"]
-
 
 @dataclass(frozen=True, slots=True)
 class BackwardOp:

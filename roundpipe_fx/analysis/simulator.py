@@ -30,14 +30,6 @@ from roundpipe_fx.ir.joint_graph import module_path, tensor_values
 from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = [
-    "allocation_granularity",
-    "footprint_of_course",
-    "levels_of_course",
-    "peak_of_course",
-    "worst_history",
-]
-
 _FIRST_INPUT = -3
 """This and lower numbers stand for the inputs of the forward, for an allocator."""
 

@@ -13,8 +13,6 @@ from torch import fx
 from roundpipe_fx.analysis.cost import CostModel, annotate_node
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view
 
-__all__ = ["Snapshots", "updated_inputs_read"]
-
 aten = torch.ops.aten
 
 

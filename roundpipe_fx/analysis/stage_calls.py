@@ -28,8 +28,6 @@ from roundpipe_fx.analysis.storage_ids import OUTSIDE
 from roundpipe_fx.codegen import Program
 from roundpipe_fx.ir.joint_graph import Phase
 
-__all__ = ["CallBytes", "HeldBytes", "simulate_calls"]
-
 
 @dataclass(frozen=True)
 class CallBytes:

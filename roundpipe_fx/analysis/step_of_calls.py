@@ -24,18 +24,6 @@ from dataclasses import dataclass, field
 
 from roundpipe_fx.analysis.liveness import Event, levels_of, lifetimes_of
 
-__all__ = [
-    "Footprint",
-    "NotedCall",
-    "NotedEvent",
-    "NotedStep",
-    "StepNeeds",
-    "footprint_of",
-    "is_usual",
-    "most_alive",
-    "peak_of_step",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:

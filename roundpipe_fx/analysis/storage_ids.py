@@ -18,8 +18,6 @@ from roundpipe_fx.ir.joint_graph import input_nodes, tensor_values
 from roundpipe_fx.operators.gradient_sums import SUMMING, add_to
 from roundpipe_fx.operators.partial_writes import PARTIAL_WRITES
 
-__all__ = ["OUTSIDE", "StorageIds"]
-
 OUTSIDE = -1
 """Stands for the storage of values that are not counted: parameters, the user's inputs."""
 

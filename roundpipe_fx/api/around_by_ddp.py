@@ -16,8 +16,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["check_not_inside", "data_parallel_around", "note_data_parallel"]
-
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 _around: weakref.WeakKeyDictionary[Any, weakref.ref[DistributedDataParallel]] = weakref.WeakKeyDictionary()

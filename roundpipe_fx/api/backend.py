@@ -32,9 +32,6 @@ from roundpipe_fx.remat.learned_steps import LearnedSteps
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.torch_private import CompiledFrame, UserLine
 
-__all__ = ["Backend", "Unused", "evict_unused", "evict_when_unused", "make_backend"]
-
-
 Backend = Callable[..., Callable[..., Any]]
 
 

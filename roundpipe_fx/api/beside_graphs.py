@@ -21,8 +21,6 @@ from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.report.plan import Plan
 
-__all__ = ["BesideGraphs", "beside_graphs_of", "parameters_gathered", "within_the_rest"]
-
 T = TypeVar("T")
 
 

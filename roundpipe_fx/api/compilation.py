@@ -54,8 +54,6 @@ from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
 from roundpipe_fx.runtime.step_calls import NotedGraph
 from roundpipe_fx.torch_private import UserLine
 
-__all__ = ["compile_graph"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -19,8 +19,6 @@ from roundpipe_fx.pipeline.settings import parse_pipelining
 from roundpipe_fx.pipeline.step.step import Splitting
 from roundpipe_fx.schedules import Schedule
 
-__all__ = ["compile"]
-
 
 @names_checked
 def compile(

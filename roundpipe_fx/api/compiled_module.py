@@ -26,8 +26,6 @@ from roundpipe_fx.pipeline.step.step import StepInputs
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.optimizer_parameters import in_optimizer_context
 
-__all__ = ["COMPILED", "CompiledModule", "compiled_module"]
-
 
 class CompiledModule(nn.Module):
     """A model compiled by :func:`compile`: an instance of the model's own class, whose ``forward`` is compiled.

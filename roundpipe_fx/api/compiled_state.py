@@ -29,9 +29,6 @@ from roundpipe_fx.runtime.bridge import TraceOnly, trace_only
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
 from roundpipe_fx.runtime.stage_updates import check_optimizer
 
-__all__ = ["CompiledState", "NoPlanError"]
-
-
 T = TypeVar("T", bound=torch.Tensor)
 
 

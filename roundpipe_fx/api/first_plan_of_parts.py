@@ -24,8 +24,6 @@ from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options
 
-__all__ = ["lower_as_one_of"]
-
 _EMPTY = Footprint(forward=0, saved=0, outputs=0)
 
 

@@ -21,8 +21,6 @@ from roundpipe_fx.remat.learned_steps import LearnedSteps
 from roundpipe_fx.runtime.step_calls import StepCalls
 from roundpipe_fx.torch_private import ForkedLock
 
-__all__ = ["Learned"]
-
 _FIRST_HEADROOM = 0.02
 _MOST_HEADROOM = 0.5
 _WORKSPACE = "workspace"

@@ -27,8 +27,6 @@ from roundpipe_fx.pipeline.step.local import Local
 from roundpipe_fx.pipeline.step.step import Pipeline, Splitting, StepInputs
 from roundpipe_fx.runtime.optimizer_memory import sum_of
 
-__all__ = ["PipelinedState", "StateOverProcesses"]
-
 _BY_CONVENTION = Splitting()
 
 

@@ -30,8 +30,6 @@ from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory,
 from roundpipe_fx.schedules import Schedule
 from roundpipe_fx.torch_private import fakes_on, tree_leaves, tree_map, tree_map_only
 
-__all__ = ["device_name", "plan"]
-
 _SHARE = 0.9
 
 

@@ -17,8 +17,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from roundpipe_fx.report.plan import Plan
 
-__all__ = ["note_plan", "noting_models", "plans"]
-
 _plans: weakref.WeakKeyDictionary[nn.Module, list[Plan]] = weakref.WeakKeyDictionary()
 
 

@@ -21,8 +21,6 @@ from roundpipe_fx.distributed.process_pipeline import NewlyShown, ProcessPipelin
 from roundpipe_fx.pipeline.capture.captured_calls import UnlikeStagesError
 from roundpipe_fx.pipeline.step.scheduled import UnequalMicrobatchesError
 
-__all__ = ["cut_alike", "replanning", "replanning_together"]
-
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 

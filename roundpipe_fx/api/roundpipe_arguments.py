@@ -9,8 +9,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["in_our_names"]
-
 _NAMES = ("input_args", "input_kwargs", "label", "run_config")
 
 

@@ -20,8 +20,6 @@ from torch import nn
 
 from roundpipe_fx import torch_private
 
-__all__ = ["State", "forward_like", "instance_beside"]
-
 T = TypeVar("T", bound=nn.Module)
 
 _SLOT = "_state_of_roundpipe_fx"

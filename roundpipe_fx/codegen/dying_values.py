@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import fx
 
-__all__ = ["dying_values"]
-
 
 def dying_values(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For each node, the values whose last use it is; a value without uses dies at its own node."""

@@ -31,8 +31,6 @@ from roundpipe_fx.ir.joint_graph import (
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.torch_private import graph_module, module_path_text
 
-__all__ = ["ForwardStage", "forward_stages"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardStage:

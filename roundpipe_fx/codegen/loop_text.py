@@ -10,8 +10,6 @@ from roundpipe_fx.ir.text import argument_text, expression_text, type_text
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["loop_text", "loops_of"]
-
 
 def loops_of(graph: fx.Graph) -> list[TileLoop]:
     """The loops of a stage module, in order."""

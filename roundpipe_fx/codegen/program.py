@@ -19,8 +19,6 @@ from roundpipe_fx.codegen.stage_modules import StageModule, value_name
 from roundpipe_fx.ir.joint_graph import JointGraph, Phase, is_sum, is_symbolic_scalar, saved_values
 from roundpipe_fx.torch_private import graph_module, is_opaque
 
-__all__ = ["Program", "emit_backward_program", "emit_forward_program", "seen_by_autograd"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Program:

@@ -24,8 +24,6 @@ from roundpipe_fx.ir.text import argument_text, expression_text, is_own, type_te
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["program_text", "stage_text"]
-
 _IMPORTS = "import operator\n\nimport torch\nfrom torch import device, inf, nan\n"
 _NAMES = "\naten = torch.ops.aten\n"
 

@@ -22,9 +22,6 @@ from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.operators.partial_writes import PARTIAL_WRITES, copy_alike
 from roundpipe_fx.torch_private import boxed_codegen, graph_module, tree_map_only
 
-__all__ = ["KnownModules", "StageModule", "emit_stage_modules", "moved", "own_nodes", "value_name"]
-
-
 KnownModules: TypeAlias = dict[tuple[str, tuple[int, ...]], fx.GraphModule]
 """The graphs of stage modules, by fingerprint and the workspaces of their operations."""
 

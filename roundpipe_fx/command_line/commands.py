@@ -20,8 +20,6 @@ from roundpipe_fx.command_line.model_of import CommandError, Named, named_model
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.report.plan_page import page_of_plans
 
-__all__ = ["compare", "devices", "explain", "fit", "frontier", "plan", "show"]
-
 
 def _planned(asked: argparse.Namespace, named: Named, rows: int, **mesh: Any) -> Plan:
     pipelined = asked.offloaded or asked.devices > 1

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.report.plan import Plan
 
-__all__ = ["largest_batch"]
-
 _MOST = 2**16
 """Rows. A model that fits with more is not searched further."""
 _AHEAD = 8

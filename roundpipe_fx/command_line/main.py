@@ -20,8 +20,6 @@ from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.command_line import commands
 from roundpipe_fx.command_line.model_of import CommandError
 
-__all__ = ["main"]
-
 _LOGGER = logging.getLogger(__name__)
 _MODEL = "a Hugging Face configuration (folder or name), or module:function"
 

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["CommandError", "Named", "named_model"]
-
 
 class CommandError(Exception):
     """What a command was given cannot be used; the text is for the user, on one line."""

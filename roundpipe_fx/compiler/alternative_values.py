@@ -12,8 +12,6 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor, module_path
 from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["alternative_value", "recomputed_nodes", "saved_nodes"]
-
 
 def saved_nodes(joint: JointGraph) -> dict[str, fx.Node]:
     """Tensors that the forward computes and passes to the backward, by name.

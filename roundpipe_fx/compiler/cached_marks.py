@@ -13,8 +13,6 @@ from typing import Any
 from roundpipe_fx.ir.joint_graph import MARK_USES, JointGraph, Mark, Phase
 from roundpipe_fx.ir.segment import Segment, StageCut
 
-__all__ = ["FIRST_MARKING_PASS", "mark_as_cached", "marks_as_data", "remove_marks"]
-
 FIRST_MARKING_PASS = "annotate"
 _PLAIN = {
     Mark.PHASE: (str,),

@@ -19,8 +19,6 @@ from itertools import accumulate
 
 from roundpipe_fx.ir.decisions import ValueOnHost
 
-__all__ = ["MayLeave", "hidden_copies"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MayLeave:

@@ -29,8 +29,6 @@ from roundpipe_fx.ir.options import StageCompiler
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.remat.choose import Chosen
 
-__all__ = ["Lowered", "course_of_programs", "trained_inputs"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Lowered:

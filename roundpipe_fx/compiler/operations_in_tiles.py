@@ -22,17 +22,6 @@ from roundpipe_fx.passes.cse import common_subexpressions
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.remat.least_bytes import LeastBytes, least_bytes
 
-__all__ = [
-    "cut",
-    "least_bytes_of",
-    "operations_of",
-    "summed",
-    "tiled",
-    "uncut",
-    "with_gradients",
-    "without_common_subexpressions",
-]
-
 _WORTH_SHARING = 0.001
 """Share of what the backward reads that equal values must hold."""
 

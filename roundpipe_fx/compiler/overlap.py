@@ -11,8 +11,6 @@ from roundpipe_fx.codegen import Program
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, tensor_values
 from roundpipe_fx.torch_private import size_hint
 
-__all__ = ["Unfilled", "modules_to_overlap", "stages_to_overlap"]
-
 
 class Unfilled:
     """The share of the modelled seconds of parts of a graph that kernels take which do not fill the device.

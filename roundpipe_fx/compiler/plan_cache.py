@@ -32,8 +32,6 @@ from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.compiler.plan_key import NotPlainError, describe_device, describe_graph
 from roundpipe_fx.ir.joint_graph import JointGraph
 
-__all__ = ["CachedPlan", "PlanFile", "Recalled", "plan_file"]
-
 log = logging.getLogger(__name__)
 
 _FORMAT = "roundpipe_fx plan 3"

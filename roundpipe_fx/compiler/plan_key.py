@@ -12,8 +12,6 @@ from roundpipe_fx.analysis.caching_allocator import allocator_of
 from roundpipe_fx.analysis.cost.trial import device_text, kernel_settings
 from roundpipe_fx.ir.joint_graph import MARK_USES, JointGraph
 
-__all__ = ["NotPlainError", "describe_device", "describe_graph"]
-
 
 class NotPlainError(Exception):
     """Plain values do not determine something in a graph."""

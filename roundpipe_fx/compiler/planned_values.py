@@ -25,8 +25,6 @@ from roundpipe_fx.ir.text import type_text
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.torch_private import module_path_text, size_hint
 
-__all__ = ["ValueCosts", "allocating", "hoist_reason", "planned_tiles", "planned_values", "storage_bytes"]
-
 
 def planned_values(costs: ValueCosts, nodes: Iterable[fx.Node]) -> tuple[PlannedValue, ...]:
     """What the plan says of some values, each once however often it is recomputed.

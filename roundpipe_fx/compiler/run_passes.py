@@ -24,8 +24,6 @@ from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 from roundpipe_fx.passes.pipeline import default_passes
 from roundpipe_fx.torch_private import PassedThrough
 
-__all__ = ["InvalidPassesError", "dump_folder", "edited_passes", "run_passes"]
-
 log = logging.getLogger("roundpipe_fx.passes")
 
 G = TypeVar("G", JointGraph, fx.Graph)

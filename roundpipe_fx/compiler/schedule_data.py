@@ -12,8 +12,6 @@ from roundpipe_fx.analysis.recomputation import Form
 from roundpipe_fx.analysis.remat_schedule import BackwardOp, RematBlock, RematSchedule
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect, is_symbolic_scalar, is_view
 
-__all__ = ["schedule_as_data", "schedule_from_data"]
-
 
 def schedule_as_data(schedule: RematSchedule) -> Any:
     """A schedule as lists, numbers and names: [blocks, saved], a block [segment, stage, operations], an operation

@@ -18,8 +18,6 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options, StageCompiler
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 
-__all__ = ["Setting"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:

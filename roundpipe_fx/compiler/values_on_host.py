@@ -23,8 +23,6 @@ from roundpipe_fx.ir.decisions import ValueOnHost
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, viewed
 from roundpipe_fx.torch_private import data_dependent_symbol, offload_operators, row_major
 
-__all__ = ["hidden", "is_wanted_on_host", "may_be_on_host", "may_leave", "wanted", "wants_host"]
-
 _SMALLEST = 2**16
 """Bytes of a value that leaves unasked: of smaller ones, starting the copy takes longer than the copy."""
 Seconds: TypeAlias = Mapping[tuple[int, Phase], float]

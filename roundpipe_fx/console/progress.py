@@ -17,9 +17,6 @@ from typing import Any, TypeVar
 
 from tqdm import TqdmExperimentalWarning, TqdmWarning
 
-__all__ = ["cell_of", "is_notebook", "progress", "working"]
-
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", TqdmExperimentalWarning)
     warnings.simplefilter("ignore", TqdmWarning)  # of a notebook without widgets

@@ -23,9 +23,6 @@ from roundpipe_fx.distributed.ranks import Ranks, RanksDifferError, RemoteError
 from roundpipe_fx.distributed.run_end import EndBytes
 from roundpipe_fx.pipeline.step.scheduled import Unfitting
 
-__all__ = ["FIRST_BATCH", "GATHERS", "KnownByAll", "KnownStep", "Statement", "agree", "known_to_all", "together"]
-
-
 FIRST_BATCH = "the shapes of the first batch"
 """Name of the text by which replicas are compared before stages are given to ranks."""
 

@@ -35,8 +35,6 @@ from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.schedules.data_parallel import aligned_bytes, together
 
-__all__ = ["Averaging", "GradientBucket", "GradientReduction", "buckets_of", "known_at_end", "reductions_of"]
-
 
 @dataclass(frozen=True)
 class GradientBucket:

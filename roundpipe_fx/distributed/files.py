@@ -32,9 +32,6 @@ from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.ownership import Ownership
 from roundpipe_fx.torch_private import local_part
 
-__all__ = ["INDEX_FILE", "SINGLE_FILE", "Fill", "aliases", "initialize", "load_files", "load_tensors", "save_files"]
-
-
 Fill = Callable[[str, torch.Tensor], object]
 """Writes the values of a tensor, given its name."""
 

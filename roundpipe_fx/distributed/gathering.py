@@ -29,8 +29,6 @@ from roundpipe_fx.runtime.prefetch import PrefetchStep, Stay, prefetch_steps_of
 from roundpipe_fx.schedules.data_parallel import SMALL_BYTES
 from roundpipe_fx.schedules.sharding import KeptGathered
 
-__all__ = ["Gathering", "refuse_escapes", "steps_of", "text_of"]
-
 
 def steps_of(
     instructions: Sequence[Instruction],

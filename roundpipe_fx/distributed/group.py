@@ -29,8 +29,6 @@ from roundpipe_fx.distributed.mesh import DATA, PIPELINE, TENSOR, check_mesh, si
 from roundpipe_fx.distributed.ranks import OwnGroup, Ranks, gather_into
 from roundpipe_fx.torch_private import group_timeout
 
-__all__ = ["PipelineGroup", "Replicas"]
-
 
 class Replicas(Ranks):
     """The ranks with the same stages, one of each replica of a pipeline. Arguments as for :class:`Ranks`.

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ValueLayout", "count", "dense", "numbers_of", "received", "strided"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLayout:

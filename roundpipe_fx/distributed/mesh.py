@@ -14,8 +14,6 @@ from roundpipe_fx.distributed.ownership import named_tensors
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.settings import Pipelining
 
-__all__ = ["DATA", "PIPELINE", "TENSOR", "check_mesh", "check_shard", "devices_of", "on_mesh", "size_of"]
-
 DATA = "dp"
 """Name of the mesh dimension over which batches are distributed."""
 

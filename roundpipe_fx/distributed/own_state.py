@@ -23,18 +23,6 @@ from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.torch_private import local_part
 
-__all__ = [
-    "clip_gradients",
-    "initialize_own",
-    "load",
-    "load_own_state",
-    "of_this_rank",
-    "own_state",
-    "process_pipeline",
-    "save",
-]
-
-
 T = TypeVar("T", bound=torch.Tensor)
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+|(?<=index=)\d+")

@@ -26,8 +26,6 @@ from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.schedules import StageAction
 from roundpipe_fx.torch_private import local_part
 
-__all__ = ["Ownership", "gradients_elsewhere", "named_tensors", "readers_of"]
-
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers with all their names; a tied one occurs under each of its names."""

@@ -53,8 +53,6 @@ from roundpipe_fx.runtime.pipeline_program import PipelineProgram
 from roundpipe_fx.runtime.pipeline_run import Finished, run_pipeline
 from roundpipe_fx.runtime.worker import Workers
 
-__all__ = ["NewlyShown", "ProcessPipeline"]
-
 
 @dataclass(frozen=True)
 class _Prepared:

@@ -38,8 +38,6 @@ from roundpipe_fx.runtime.stage_collectives import Collective, begin_stage, star
 from roundpipe_fx.runtime.worker import Stopped
 from roundpipe_fx.schedules import StageAction
 
-__all__ = ["ProcessTransport"]
-
 _TENSORS, _INTEGERS, _GENERATORS = 0, 1, 2
 """Channels: tensors, the integers that travel before them, and states of generators."""
 

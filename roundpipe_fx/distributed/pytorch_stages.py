@@ -28,8 +28,6 @@ from roundpipe_fx.runtime.pipeline_program import Instruction
 from roundpipe_fx.schedules import ActionKind
 from roundpipe_fx.torch_private import key_get, keystr, tree_flatten_with_path
 
-__all__ = ["pytorch_stages"]
-
 
 class _Of(NamedTuple):
     """Where a stage gets an input of its graph from.

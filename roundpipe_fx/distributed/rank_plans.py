@@ -25,9 +25,6 @@ from roundpipe_fx.pipeline.step.scheduled import Scheduled
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source
 from roundpipe_fx.runtime.prefetch import PrefetchStep
 
-__all__ = ["RankPlan", "RankPlans", "batch_text", "collectives_text", "gradients_text", "graph_text", "shapes_text"]
-
-
 _INDEX = re.compile(r"(cuda:|index=)\d+")
 _NAME = re.compile(r"%(\w+)")
 _PLACEHOLDER = re.compile(r"placeholder\[target=\w+\]")

@@ -32,9 +32,6 @@ import torch.distributed as dist
 
 from roundpipe_fx.torch_private import default_store
 
-__all__ = ["OwnGroup", "Ranks", "RanksDifferError", "RemoteError", "gather_into", "note_lost_rank"]
-
-
 _MADE: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """Those on gloo. Others have no such threads, and may have to be destroyed by all ranks together."""
 

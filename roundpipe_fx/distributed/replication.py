@@ -24,8 +24,6 @@ from roundpipe_fx.distributed.ownership import Ownership
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.schedules.data_parallel import SMALL_BYTES
 
-__all__ = ["Replication"]
-
 
 class Replication:
     """What a rank has in common with those of other replicas. With one replica nothing is done.

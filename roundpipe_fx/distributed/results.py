@@ -15,17 +15,6 @@ from roundpipe_fx.distributed.run_end import EndBytes, RunEnd, SharedOutput, is_
 from roundpipe_fx.pipeline.capture.captured_calls import CapturedCalls
 from roundpipe_fx.runtime.random_streams import RandomStream, state_of
 
-__all__ = [
-    "AgreedCalls",
-    "end_bytes_of",
-    "replace_updates",
-    "run_end_of",
-    "shared_outputs_of",
-    "shared_value",
-    "sum_gradients",
-]
-
-
 _RESULTS = 3
 """The channel of gradients that are summed over ranks."""
 

@@ -20,8 +20,6 @@ from roundpipe_fx.distributed.layout import ValueLayout, count, dense, numbers_o
 from roundpipe_fx.distributed.ranks import Ranks
 from roundpipe_fx.runtime.random_streams import RandomStream
 
-__all__ = ["EndBytes", "RunEnd", "SharedOutput", "is_small"]
-
 _SMALL = 64
 """Bytes of an output up to which it is part of the record."""
 

@@ -31,9 +31,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-__all__ = ["ShardedParameter", "ShardedParameters", "check_shardable", "is_to_average"]
-
-
 StartGather = Callable[[torch.Tensor, torch.Tensor], dist.Work]
 """Starts filling a tensor from the parts of all replicas, given this one's: see ``Replicas.start_gather``."""
 

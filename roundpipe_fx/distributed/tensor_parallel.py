@@ -22,16 +22,6 @@ from torch.distributed.tensor import DTensor
 from roundpipe_fx.ir.collectives import DistributedTensorError
 from roundpipe_fx.torch_private import parts_sharded_alone
 
-__all__ = [
-    "check_tensor_parallel",
-    "local_tensor",
-    "place_gradients",
-    "refuse_sharded_parts",
-    "refuse_sharded_step",
-    "rewrapped",
-    "tensor_parallel_ranks",
-]
-
 
 def place_gradients(module: fx.GraphModule) -> None:
     """Let gradients of distributed tensors be placed as these are, in place.

@@ -29,8 +29,6 @@ from roundpipe_fx.distributed.layout import ValueLayout
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.schedules import Action, ActionKind, InvalidScheduleError, StageAction
 
-__all__ = ["Parcel", "RankTransfers", "check_transfers", "orders_of", "transfers_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Parcel:

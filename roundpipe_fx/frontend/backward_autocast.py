@@ -16,8 +16,6 @@ from torch import fx
 from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.torch_private import tree_leaves
 
-__all__ = ["full_precision_product", "warn_under_autocast"]
-
 _PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
 
 

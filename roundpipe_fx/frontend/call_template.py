@@ -13,8 +13,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-__all__ = ["emptied", "filled", "same"]
-
 
 @dataclass(frozen=True)
 class _Slot:

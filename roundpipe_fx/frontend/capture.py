@@ -37,8 +37,6 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.recompute_marks import mark_checkpoints
 from roundpipe_fx.ir.resolved_branches import keep_resolved_random_branches
 
-__all__ = ["Callbacks", "capture", "is_outermost", "joint_graph_of", "prepare"]
-
 _BoxedFunction = Callable[[list[Any]], Any]
 
 

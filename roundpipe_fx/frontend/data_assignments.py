@@ -13,8 +13,6 @@ from torch import fx
 from roundpipe_fx.ir.source import source_of
 from roundpipe_fx.torch_private import PassedThrough
 
-__all__ = ["DataAssignmentError", "copy_assigned_data"]
-
 
 class DataAssignmentError(PassedThrough, ValueError):
     """A forward gives a buffer or a parameter memory that something else has too, or data of another kind."""

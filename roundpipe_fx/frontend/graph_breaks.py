@@ -19,8 +19,6 @@ from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.frontend.packed_sequences import trace_packed_sequences
 from roundpipe_fx.torch_private import CompiledFrame, RecompileLimit, UserLine
 
-__all__ = ["GraphBreakWarning", "around_compilations", "warn_of_graph_break"]
-
 
 class GraphBreakWarning(UserWarning):
     """The model could not be traced as one graph; its parts were compiled separately."""

@@ -22,15 +22,6 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.torch_private import PassedThrough
 
-__all__ = [
-    "InvalidBackwardError",
-    "eager_graph",
-    "is_of_backward",
-    "warn_of_invalid_backward",
-    "warn_of_redrawn_numbers",
-]
-
-
 _ERRORS = (
     "needed for gradient computation has been modified by an inplace operation",
     "returned an invalid gradient",

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["detach_all_but_loss", "mark_loss"]
-
 
 @torch.compiler.allow_in_graph
 def mark_loss(loss: torch.Tensor) -> torch.Tensor:

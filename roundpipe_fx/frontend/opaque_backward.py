@@ -27,8 +27,6 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.frontend.call_template import emptied, filled, same
 from roundpipe_fx.torch_private import tree_flatten, tree_unflatten
 
-__all__ = ["OpaqueCall", "calls_in", "opaque_backwards"]
-
 
 @contextlib.contextmanager
 def opaque_backwards(module: fx.GraphModule) -> Iterator[list[OpaqueCall]]:

@@ -14,8 +14,6 @@ from torch import fx
 
 from roundpipe_fx.torch_private import tree_leaves
 
-__all__ = ["own_gradients"]
-
 _SHAPES_ONLY = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
 """Operations whose result depends on the shape of what they read; so do methods ``new_…``."""
 

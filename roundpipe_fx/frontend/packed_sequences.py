@@ -21,8 +21,6 @@ from torch.nn.utils.rnn import PackedSequence
 from roundpipe_fx import torch_private
 from roundpipe_fx.operators.packed import pack, pad, recur
 
-__all__ = ["trace_packed_sequences"]
-
 
 @functools.cache
 def trace_packed_sequences() -> None:

@@ -18,15 +18,6 @@ from torch import fx
 
 from roundpipe_fx.torch_private import PassedThrough
 
-__all__ = [
-    "SharedInputs",
-    "SharedMemoryError",
-    "run_if_shared_as_traced",
-    "separate_memory",
-    "shared_inputs",
-    "shared_outputs",
-]
-
 
 class SharedMemoryError(PassedThrough, ValueError):
     """A pipeline got inputs that share memory, one of which the model writes."""

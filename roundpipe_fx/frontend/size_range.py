@@ -17,8 +17,6 @@ from roundpipe_fx.budget import Found, Infeasible, Result
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.torch_private import InputSize, assume_sizes, input_sizes
 
-__all__ = ["lower_for_sizes", "steps_above"]
-
 log = logging.getLogger(__name__)
 
 _STEP = 0.125

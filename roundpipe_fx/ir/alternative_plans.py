@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Alternative", "AlternativeValue", "Alternatives", "PlansInTiles", "joined"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AlternativeValue:

@@ -12,8 +12,6 @@ from torch import fx, nn
 
 from roundpipe_fx.ir.joint_graph import input_nodes, is_seeded
 
-__all__ = ["bodies_of", "draws", "draws_inside", "is_body"]
-
 
 def is_body(node: fx.Node) -> bool:
     """Whether a node is the body of a higher-order operator: a module that the graph has as an attribute, no value."""

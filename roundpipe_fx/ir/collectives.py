@@ -18,20 +18,6 @@ from roundpipe_fx.ir.joint_graph import JointGraph, input_nodes, tensor_values
 from roundpipe_fx.ir.source import source_of
 from roundpipe_fx.torch_private import PassedThrough, group_ranks, is_opaque, size_hint
 
-__all__ = [
-    "DistributedTensorError",
-    "collective_name",
-    "copied_bytes",
-    "group_argument",
-    "group_of",
-    "is_collective",
-    "is_functional_collective",
-    "refuse_distributed",
-    "refuse_other_groups",
-    "starts_collective",
-]
-
-
 _NAMESPACES = frozenset(
     ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
 )

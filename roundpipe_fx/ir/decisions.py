@@ -7,24 +7,6 @@ from dataclasses import dataclass, field
 
 from roundpipe_fx.budget import bytes_text
 
-__all__ = [
-    "LISTS",
-    "Decisions",
-    "GatheredStage",
-    "LiveValue",
-    "OffloadedValue",
-    "PeakMoment",
-    "PlannedDivision",
-    "PlannedMesh",
-    "PlannedPipeline",
-    "PlannedStage",
-    "PlannedTiles",
-    "PlannedValue",
-    "ValueOnHost",
-    "tiles_text",
-]
-
-
 _REGIONS = 6
 """Number of tiled regions that are listed."""
 

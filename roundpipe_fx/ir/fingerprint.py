@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["fingerprint"]
-
 _SYMBOL = re.compile(r"\b[suz]+\d+\b")
 
 

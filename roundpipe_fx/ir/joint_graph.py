@@ -24,32 +24,6 @@ from torch import fx
 from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.torch_private import gradient_inputs, graph_module, input_mutations
 
-__all__ = [
-    "ADDING_NODES",
-    "MARK_USES",
-    "JointGraph",
-    "Mark",
-    "MarkUse",
-    "Phase",
-    "copy_node",
-    "has_side_effect",
-    "has_tag",
-    "input_nodes",
-    "is_mask",
-    "is_seeded",
-    "is_sum",
-    "is_symbolic_scalar",
-    "is_tensor",
-    "is_view",
-    "module_path",
-    "module_paths",
-    "node_outputs",
-    "saved_values",
-    "storages",
-    "tensor_values",
-    "viewed",
-]
-
 
 class Phase(enum.StrEnum):
     """When a node runs in a training step."""

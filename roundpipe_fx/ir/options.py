@@ -13,8 +13,6 @@ import torch
 
 from roundpipe_fx.budget import parse_budget, parse_host_budget
 
-__all__ = ["Options", "RotorOptions", "StageCompiler", "meant", "names_checked"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

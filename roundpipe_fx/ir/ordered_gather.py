@@ -11,8 +11,6 @@ import torch
 
 from roundpipe_fx.torch_private import size_hint
 
-__all__ = ["gather_in_order", "memory_order"]
-
 
 def gather_in_order(source: torch.Tensor, dim: int, indices: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     """``gather`` with a result that is dense in memory in an order of its dimensions.

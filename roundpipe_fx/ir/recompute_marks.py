@@ -31,23 +31,6 @@ from roundpipe_fx.torch_private import (
     traced_forward_call,
 )
 
-__all__ = [
-    "RecomputeDataError",
-    "annotated_scope",
-    "budget_of_region",
-    "checkpoints_of",
-    "inputs_on_host",
-    "is_in_scope",
-    "keeps_generator_state",
-    "mark_checkpoints",
-    "memory_budget",
-    "offloading_inputs",
-    "policy_of",
-    "save_in_graph",
-    "saves_for_recompute",
-]
-
-
 _CHECKPOINTS = "roundpipe_fx_checkpoints"
 _INPUTS_ON_HOST = "roundpipe_fx_inputs_on_host"
 _SCOPE = "roundpipe_fx_scope"

@@ -12,8 +12,6 @@ from torch import fx
 
 from roundpipe_fx.torch_private import resolved_random_branch
 
-__all__ = ["RESOLVED_RANDOM_BRANCH", "keep_resolved_random_branches"]
-
 
 @torch.library.custom_op("roundpipe_fx::resolved_random_branch", mutates_args=())
 def _resolved_random_branch(number: torch.Tensor) -> None:

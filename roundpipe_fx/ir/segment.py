@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Segment", "StageCut", "backward_stages"]
-
 
 @dataclass(frozen=True)
 class Segment:

@@ -11,8 +11,6 @@ from torch import fx
 
 from roundpipe_fx.console.progress import cell_of
 
-__all__ = ["line_of", "source_of"]
-
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+)')
 
 _SKIPPED = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))

@@ -16,8 +16,6 @@ from torch import fx
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark
 from roundpipe_fx.ir.tile_loop import TileLoop
 
-__all__ = ["SHOWN_MARKS", "argument_text", "expression_text", "graph_text", "is_own", "joint_text", "type_text"]
-
 
 def type_text(value: Any) -> str:
     """A value's type in short: ``float32[8, 16]``, ``Sym(u0)``, a tuple of these."""

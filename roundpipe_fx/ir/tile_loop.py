@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["TileLoop", "TileResult", "WidestValue"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TileResult:

@@ -21,8 +21,6 @@ from torch import fx
 from roundpipe_fx.ir.joint_graph import ADDING_NODES, MARK_USES, JointGraph, Mark, Phase, is_sum, module_path
 from roundpipe_fx.torch_private import PassedThrough, module_path_text
 
-__all__ = ["InvalidGraphError", "Snapshot", "snapshot", "verify", "verify_graph"]
-
 
 class InvalidGraphError(PassedThrough, ValueError):
     """A pass left a graph that breaks an invariant. Raised before anything runs."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["SUMMING", "add_copy_to", "add_exponential_to", "add_product_to", "add_to"]
-
 
 def add_to(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
     """Add a gradient to those of earlier microbatches, in place.

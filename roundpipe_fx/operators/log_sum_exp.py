@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["log_sum_exp"]
-
 
 @torch.library.custom_op("roundpipe_fx::log_sum_exp", mutates_args=())
 def _log_sum_exp(self: torch.Tensor, dim: Sequence[int]) -> torch.Tensor:

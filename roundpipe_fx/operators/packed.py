@@ -15,8 +15,6 @@ from torch import Tensor
 
 from roundpipe_fx.torch_private import autograd_in_kernels, pack_padded, pad_packed, recurrent_kernel, without_mkldnn
 
-__all__ = ["pack", "pad", "recur"]
-
 
 @torch.library.custom_op("roundpipe_fx::pack", mutates_args=(), tags=(torch.Tag.dynamic_output_shape,))
 def pack(

@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["PARTIAL_WRITES", "copy_alike", "write_diagonal", "write_select", "write_slice", "write_strided"]
-
 aten = torch.ops.aten
 
 

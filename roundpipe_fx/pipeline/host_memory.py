@@ -19,14 +19,6 @@ from roundpipe_fx.runtime.pinned_memory import pinned_bytes
 from roundpipe_fx.schedules import Timing
 from roundpipe_fx.schedules.offloads import buffer_bytes
 
-__all__ = [
-    "HostMemory",
-    "check_host_memory",
-    "host_budget_beside",
-    "host_budget_of",
-    "host_memory_of",
-]
-
 _SHARE = 0.8
 """Of the memory that the host has available, if no budget is given."""
 

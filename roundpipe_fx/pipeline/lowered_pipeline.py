@@ -32,8 +32,6 @@ from roundpipe_fx.schedules.offloads import Offload
 from roundpipe_fx.schedules.sharding import KeptGathered, choose_kept, gaps_of
 from roundpipe_fx.schedules.step_costs import device_orders
 
-__all__ = ["LoweredPipeline", "Variant", "gaps", "has_host", "variant_of"]
-
 
 @dataclass(frozen=True)
 class Variant:

@@ -29,8 +29,6 @@ from roundpipe_fx.runtime.stage_compiler import COMPILING, Boxed, compile_stage
 from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph
 from roundpipe_fx.torch_private import is_effect_token
 
-__all__ = ["PipelinedGraph", "Seen", "pipelined_graph", "primals_read", "union"]
-
 D = TypeVar("D", bound=Decisions)
 
 

@@ -17,8 +17,6 @@ from torch import fx
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_view
 from roundpipe_fx.passes.segments import inside_tuple
 
-__all__ = ["OperationKey", "same_boundaries", "segment_starts", "starts_like"]
-
 OperationKey = tuple[str, int]
 """The kind of an operation, and how many of its kind come before it in the forward."""
 

@@ -20,19 +20,6 @@ from roundpipe_fx.schedules import (
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 from roundpipe_fx.schedules.spec import given_spec
 
-__all__ = [
-    "CHECKPOINTS",
-    "COUNT_OF_BATCH",
-    "LOSS_REDUCTIONS",
-    "Pipelining",
-    "StepCompileState",
-    "StepSetting",
-    "Structure",
-    "Undivided",
-    "parse_pipelining",
-]
-
-
 CHECKPOINTS = ("always", "except_last", "never")
 LOSS_REDUCTIONS = ("mean", "sum")
 COUNT_OF_BATCH = "num_items_in_batch"

@@ -28,8 +28,6 @@ from roundpipe_fx.schedules.sharding import ShardedCosts, gaps_of, padded_bytes
 from roundpipe_fx.schedules.step_costs import device_orders
 from roundpipe_fx.torch_private import run_and_save_rng_state
 
-__all__ = ["Steps", "copied_bytes", "gathered_stages", "sharded_costs", "step_costs", "steps_of"]
-
 
 @dataclass(frozen=True)
 class Steps:

@@ -10,8 +10,6 @@ import torch
 from roundpipe_fx.analysis.host_sync import registered_sync_ops, why_host_sync
 from roundpipe_fx.torch_private import TorchDispatchMode, conjugates_resolved, tree_leaves
 
-__all__ = ["count_host_syncs"]
-
 
 class count_host_syncs(TorchDispatchMode):
     """Context manager that counts host synchronizations.

@@ -38,8 +38,6 @@ from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.report.plan_details import EmittedStep, emitted_lines
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["plan_of"]
-
 
 def plan_of(lowered: Lowered) -> Plan:
     """Read the plan off a graph that was lowered.

@@ -25,8 +25,6 @@ from roundpipe_fx.torch_private import (
     wrap_compiled_calls,
 )
 
-__all__ = ["measure_peak"]
-
 
 class measure_peak:
     """Context manager that measures peak memory: bytes beyond those allocated when it was entered.

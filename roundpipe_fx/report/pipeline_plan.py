@@ -17,8 +17,6 @@ from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.schedules import Timing, simulate_time, with_transfers
 from roundpipe_fx.schedules.step_costs import device_orders
 
-__all__ = ["plan_of_pipeline"]
-
 
 def plan_of_pipeline(graph: PipelinedGraph) -> Plan:
     """The plan of one microbatch, with the part about the pipeline."""

@@ -27,8 +27,6 @@ from roundpipe_fx.report.timeline import Timeline
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.schedules import Timing
 
-__all__ = ["Plan"]
-
 _MOST_ACTIONS = 100_000
 """Of the timeline that a page draws, and that is stored."""
 

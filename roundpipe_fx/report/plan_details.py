@@ -22,8 +22,6 @@ from roundpipe_fx.ir.joint_graph import Mark, Phase
 from roundpipe_fx.report.timeline import Bar, CopyBar, Timeline
 from roundpipe_fx.schedules import Action
 
-__all__ = ["EmittedLine", "EmittedStep", "PlanDetails", "details_as_data", "details_from_data", "emitted_lines"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EmittedStep:

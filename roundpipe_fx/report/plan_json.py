@@ -22,8 +22,6 @@ from roundpipe_fx.ir.decisions import (
 )
 from roundpipe_fx.report.plan_details import PlanDetails, details_as_data, details_from_data
 
-__all__ = ["fields_of_json", "json_of_plan"]
-
 _FORMAT = "roundpipe_fx plan 10"
 
 

@@ -18,9 +18,6 @@ from typing import Any
 
 from roundpipe_fx.console.progress import is_notebook
 
-__all__ = ["page_of_plans", "show_page"]
-
-
 _FOLDER = Path(__file__).parent / "page"
 _SCRIPTS = (
     "format",

@@ -18,9 +18,6 @@ from roundpipe_fx.ir.decisions import (
     tiles_text,
 )
 
-__all__ = ["explained", "header_lines", "pipeline_lines", "stage_lines", "tiles_explained", "value_explained"]
-
-
 _SHOWN = 6
 """Number of values or devices that are listed."""
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from roundpipe_fx.report.plan import Plan
 
-__all__ = ["plot_frontier"]
-
 
 def plot_frontier(plan: Plan, path: str | Path) -> Path:
     """Plot the trade-off between peak memory and recomputation, with the plan and its budget.

@@ -16,9 +16,6 @@ from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.ir.decisions import Decisions, LiveValue, PlannedDivision, PlannedMesh, PlannedStage, PlannedValue
 from roundpipe_fx.report.plan_text import header_lines
 
-__all__ = ["division_lines", "folded", "summary_lines"]
-
-
 T = TypeVar("T")
 
 _ROWS = 6

@@ -11,8 +11,6 @@ from typing import Any
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.schedules import Action, ActionKind, Timing
 
-__all__ = ["Bar", "CopyBar", "Timeline"]
-
 
 @dataclass(frozen=True, slots=True)
 class Bar:

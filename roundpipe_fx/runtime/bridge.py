@@ -31,17 +31,6 @@ from typing import Any
 
 from roundpipe_fx.runtime.stage_compiler import Boxed
 
-__all__ = [
-    "NothingCompiled",
-    "StopAtForward",
-    "TraceOnly",
-    "capture_call",
-    "observed",
-    "pipelined",
-    "return_results",
-    "trace_only",
-]
-
 Check = Callable[[Any, Sequence[Any]], None]
 """Called with the compiled graph that is to return results, and with its arguments."""
 

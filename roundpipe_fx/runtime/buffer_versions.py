@@ -13,8 +13,6 @@ from typing import Any
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram
 from roundpipe_fx.runtime.worker import Stopped
 
-__all__ = ["BufferVersions"]
-
 
 class BufferVersions:
     """The buffer versions of one run.

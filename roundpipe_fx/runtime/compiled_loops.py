@@ -18,8 +18,6 @@ from roundpipe_fx.codegen.loop_text import loops_of
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.operators.gradient_sums import SUMMING
 
-__all__ = ["Boxed", "opaque_loops"]
-
 Boxed = Callable[[list[Any]], tuple[Any, ...]]
 """Takes one list of arguments, which it clears."""
 

@@ -28,8 +28,6 @@ from roundpipe_fx.runtime.eager_stage import BoxedCall, eager_stage
 from roundpipe_fx.runtime.stage_compiler import compile_stage
 from roundpipe_fx.torch_private import boxed_codegen, graph_module
 
-__all__ = ["compile_in_parts"]
-
 
 def compile_in_parts(module: fx.GraphModule, compiler: StageCompiler) -> Boxed:
     """Compile a stage module; if it has collectives, in parts.

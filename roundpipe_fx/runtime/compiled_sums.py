@@ -10,8 +10,6 @@ from torch import fx
 
 from roundpipe_fx.operators.gradient_sums import SUMMING, add_product_to
 
-__all__ = ["from_zero", "functional_sums"]
-
 
 def functional_sums(module: fx.GraphModule) -> fx.GraphModule:
     """Replace in-place gradient accumulation by out-of-place additions. The module is rewritten in place."""

@@ -17,8 +17,6 @@ import torch
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.runtime.stage_updates import StepUpdates
 
-__all__ = ["CompleteGradients", "updatable_in_step"]
-
 Parts = list[tuple[torch.Tensor, bool]]
 
 

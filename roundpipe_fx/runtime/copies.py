@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["copied", "copied_together"]
-
 
 def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on another device, with the strides of the original.

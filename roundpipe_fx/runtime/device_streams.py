@@ -21,8 +21,6 @@ from roundpipe_fx.runtime.library_memory import touch_libraries
 from roundpipe_fx.runtime.pinned_memory import PinnedGradients, release_idle_pages
 from roundpipe_fx.runtime.streams import on_stream
 
-__all__ = ["DeviceStreams", "HostDeviceStreams", "Message", "device_streams_of"]
-
 _NO_GRADIENTS = "No gradient of this step is handed out: close other programs, or use a host with more memory."
 
 

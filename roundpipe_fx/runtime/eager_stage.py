@@ -30,8 +30,6 @@ from roundpipe_fx.torch_private import (
     without_wrapper,
 )
 
-__all__ = ["BoxedCall", "eager_stage"]
-
 _numbers = itertools.count()
 
 

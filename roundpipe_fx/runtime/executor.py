@@ -18,8 +18,6 @@ from roundpipe_fx.runtime.library_memory import touch_libraries
 from roundpipe_fx.runtime.stage_compiler import Boxed
 from roundpipe_fx.runtime.streams import AcceleratorStreams, NoStreams
 
-__all__ = ["load_program"]
-
 _numbers = itertools.count()
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection
 
 import torch
 
-__all__ = ["GradientAccumulator"]
-
 
 class GradientAccumulator:
     """Accumulated gradients, keyed by identity of the tensor that they are the gradient of.

@@ -16,8 +16,6 @@ import torch
 from roundpipe_fx.budget import HostMemoryError, bytes_text
 from roundpipe_fx.runtime.pinned_memory import pinned_empty
 
-__all__ = ["HostBuffers", "allocating_on_host"]
-
 _RAN_OUT = re.compile("out of memory|allocate memory|not enough memory|no memory|OS call failed")
 """What CUDA, PyTorch's allocators and the operating system say."""
 

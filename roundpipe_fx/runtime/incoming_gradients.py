@@ -31,8 +31,6 @@ import torch
 from roundpipe_fx import torch_private
 from roundpipe_fx.runtime.stage_compiler import Boxed
 
-__all__ = ["Like", "gradient_observer", "incoming_gradient", "leaving_out", "receiving", "returning"]
-
 
 @dataclass(frozen=True)
 class Like:

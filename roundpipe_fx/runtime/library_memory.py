@@ -28,8 +28,6 @@ import torch
 from roundpipe_fx.runtime.streams import on_stream
 from roundpipe_fx.torch_private import without_modes
 
-__all__ = ["expected_library_bytes", "library_bytes", "touch_libraries", "touch_libraries_in_backward"]
-
 _SIZE = 16
 """Rows and columns of a matrix: enough that a product with a bias is one of cuBLASLt."""
 _DETERMINISTIC = (":4096:8", ":16:8")

@@ -14,8 +14,6 @@ from roundpipe_fx.runtime.pipeline_program import Instruction
 from roundpipe_fx.runtime.worker import Stopped
 from roundpipe_fx.schedules import StageAction
 
-__all__ = ["Mailbox", "Mailboxes"]
-
 
 class Mailbox:
     """Messages for one device. A thread that waits for one can be stopped."""

@@ -17,9 +17,6 @@ from roundpipe_fx.analysis.cost import depends_on_data, learned_name
 from roundpipe_fx.ir.joint_graph import tensor_values
 from roundpipe_fx.torch_private import boxed_codegen, data_dependent_symbol, graph_module, profile_memory, profiler_runs
 
-__all__ = ["ObserveSize", "profile_operators", "size_observer"]
-
-
 ObserveSize = Callable[[str, int], None]
 """Called with the name of a size and its value, or with the name of an operator and its bytes."""
 

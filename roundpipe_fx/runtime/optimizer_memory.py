@@ -14,8 +14,6 @@ from torch import nn
 
 from roundpipe_fx.runtime.stage_updates import is_by_parameter, settings_of_group, updates_by_parameter
 
-__all__ = ["NO_OPTIMIZER", "OptimizerMemory", "optimizer_memory", "sum_of"]
-
 _ELEMENTS = 7
 """Of the parameter from which states are extrapolated; no scalar that is part of a state has so many."""
 

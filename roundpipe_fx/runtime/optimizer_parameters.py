@@ -23,8 +23,6 @@ from roundpipe_fx.runtime.stage_updates import FORKED_WITHIN, StageUpdates
 from roundpipe_fx.runtime.streams import on_stream
 from roundpipe_fx.torch_private import when_forked
 
-__all__ = ["OptimizerCtx", "OptimizerParameters", "in_optimizer_context"]
-
 
 class _Local(threading.local):
     depth = 0

@@ -21,8 +21,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["PinnedGradients", "pinned_bytes", "pinned_copy", "pinned_empty", "release_idle_pages"]
-
 log = logging.getLogger(__name__)
 
 _PORTABLE = 1

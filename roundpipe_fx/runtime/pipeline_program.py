@@ -17,8 +17,6 @@ from roundpipe_fx.runtime.stage_collectives import Collective
 from roundpipe_fx.runtime.stage_compiler import Boxed
 from roundpipe_fx.schedules import Action, Schedule, StageAction, StageGraph
 
-__all__ = ["Gradient", "Instruction", "PipelineProgram", "Source", "StepCode", "instructions_of", "last_uses"]
-
 
 @dataclass(frozen=True, slots=True)
 class Source:

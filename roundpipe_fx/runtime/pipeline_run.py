@@ -31,8 +31,6 @@ from roundpipe_fx.runtime.worker import Stopped, Workers
 from roundpipe_fx.schedules import Action
 from roundpipe_fx.torch_private import active_dispatch_modes, dispatch_modes
 
-__all__ = ["Finished", "Span", "joined_spans", "run_pipeline"]
-
 
 @dataclass(frozen=True, slots=True)
 class Span:

@@ -14,8 +14,6 @@ import torch
 from roundpipe_fx.runtime.pipeline_program import Instruction
 from roundpipe_fx.schedules.residency import resident, window_ranges
 
-__all__ = ["PrefetchStep", "Stay", "prefetch_steps_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class PrefetchStep:

@@ -19,8 +19,6 @@ from roundpipe_fx.ir.joint_graph import tensor_values
 from roundpipe_fx.runtime.stage_compiler import Boxed
 from roundpipe_fx.torch_private import ProfiledMemory, planned_sizes, profile_memory, profiler_runs
 
-__all__ = ["ProfiledStep"]
-
 
 class ProfiledStep:
     """Measures the peak memory of a step: of its forward program, then of its backward program.

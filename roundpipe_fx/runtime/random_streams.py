@@ -20,18 +20,6 @@ from torch import fx
 from roundpipe_fx.ir import bodies
 from roundpipe_fx.torch_private import ForkedLock, graph_module, run_and_save_rng_state, run_with_rng_state
 
-__all__ = [
-    "RandomStream",
-    "drawing",
-    "draws",
-    "finish",
-    "random_streams",
-    "set_state",
-    "state_of",
-    "whole",
-    "with_streams",
-]
-
 _local = threading.local()
 _locks: dict[torch.device, ForkedLock] = {}
 _making = ForkedLock()

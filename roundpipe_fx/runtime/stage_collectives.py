@@ -28,8 +28,6 @@ from roundpipe_fx.ir.collectives import group_argument, starts_collective
 from roundpipe_fx.runtime.worker import Stopped
 from roundpipe_fx.torch_private import largest_of_group, tree_leaves, wait_for_collective
 
-__all__ = ["Collective", "begin_stage", "collectives_of", "counted", "started"]
-
 Collective = Callable[[], None]
 """Runs a collective on zeros, or votes that this rank has failed, and waits for it."""
 

@@ -25,16 +25,6 @@ from torch import nn
 
 from roundpipe_fx import torch_private
 
-__all__ = [
-    "FORKED_WITHIN",
-    "StageUpdates",
-    "StepUpdates",
-    "check_optimizer",
-    "is_by_parameter",
-    "settings_of_group",
-    "updates_by_parameter",
-]
-
 _BY_PARAMETER = (
     torch.optim.ASGD,
     torch.optim.Adadelta,

@@ -20,8 +20,6 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.step_of_calls import Footprint, NotedCall, NotedEvent, NotedStep, is_usual
 from roundpipe_fx.runtime.stage_compiler import Boxed
 
-__all__ = ["NotedGraph", "StepCalls"]
-
 _MOST = 1000
 """At most this many calls of a step are recorded."""
 

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = ["AcceleratorStreams", "NoStreams", "on_stream", "side_stream"]
-
 FIRST_EVENT = 2
 _NOTHING = contextlib.nullcontext()
 

@@ -15,8 +15,6 @@ from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Instruction
 from roundpipe_fx.schedules import StageAction
 
-__all__ = ["Transport"]
-
 
 class Transport(Protocol):
     """What a run needs of its transport. ``device`` is the number of the worker that calls."""

@@ -20,8 +20,6 @@ from roundpipe_fx.schedules import ActionKind, Schedule
 from roundpipe_fx.schedules.offloads import Offload
 from roundpipe_fx.schedules.step_costs import backward_start
 
-__all__ = ["Away", "OffloadSteps", "ValueOffloading", "offload_steps_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class OffloadSteps:

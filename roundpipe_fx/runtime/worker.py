@@ -17,9 +17,6 @@ import torch
 from roundpipe_fx.runtime.device_streams import DeviceStreams, device_streams_of
 from roundpipe_fx.torch_private import when_forked
 
-__all__ = ["Stopped", "Workers"]
-
-
 Job = Callable[[int, DeviceStreams], None]
 
 _PATIENCE = 5.0

@@ -6,8 +6,6 @@ import enum
 import re
 from dataclasses import dataclass
 
-__all__ = ["Action", "ActionKind", "StageAction"]
-
 
 class ActionKind(enum.StrEnum):
     """What an action does. The value is the letter that schedules print."""

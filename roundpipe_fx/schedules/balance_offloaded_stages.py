@@ -14,8 +14,6 @@ from itertools import zip_longest
 
 from roundpipe_fx.schedules.roundpipe_partition import FUSED, RoundPipePartition, divider, slot_seconds
 
-__all__ = ["Weights", "balance_offloaded_stages", "residency_bytes"]
-
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of slots that are tried."""
 _ALIKE = 1.002

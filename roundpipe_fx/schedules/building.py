@@ -20,8 +20,6 @@ from roundpipe_fx.schedules.step_costs import StepCosts
 from roundpipe_fx.schedules.timetable import NUMBER, Schedule
 from roundpipe_fx.schedules.validate import InvalidScheduleError
 
-__all__ = ["make_schedule", "with_recompute", "with_transfers"]
-
 
 def make_schedule(spec: ScheduleSpec, graph: StageGraph, costs: StepCosts, devices: int, microbatches: int) -> Schedule:
     """A schedule that runs all steps of a graph, each stage's recomputation before the wait for its gradient.

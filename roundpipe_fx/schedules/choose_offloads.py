@@ -27,8 +27,6 @@ from roundpipe_fx.schedules.offloads import Offload, offloads_at_distance
 from roundpipe_fx.schedules.step_costs import StepCosts
 from roundpipe_fx.schedules.timing import Timing
 
-__all__ = ["OffloadRule", "choose_offloads", "offloads_within"]
-
 
 @dataclass(frozen=True)
 class OffloadRule:

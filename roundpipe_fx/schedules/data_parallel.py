@@ -18,18 +18,6 @@ import numpy as np
 from roundpipe_fx.analysis.cost.network import Ring
 from roundpipe_fx.schedules.action import StageAction
 
-__all__ = [
-    "SMALL_BYTES",
-    "TOGETHER_BYTES",
-    "Bucket",
-    "DataParallel",
-    "Gather",
-    "ReplicaLink",
-    "aligned_bytes",
-    "buckets_of",
-    "together",
-]
-
 SMALL_BYTES = 1 << 16
 """Sharded parameters of a stage below this are gathered as one tensor, and their gradients reduced as one."""
 

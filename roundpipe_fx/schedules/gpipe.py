@@ -13,8 +13,6 @@ from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.spec import ScheduleSpec
 from roundpipe_fx.schedules.timetable import Schedule, block_of, run_of
 
-__all__ = ["GPIPE", "gpipe"]
-
 
 def gpipe(devices: int, stages: int, microbatches: int) -> Schedule:
     """The GPipe schedule. Each device has consecutive stages, divided as evenly as possible.

@@ -26,8 +26,6 @@ import numpy as np
 from roundpipe_fx.schedules.offloads import Offload
 from roundpipe_fx.schedules.residency import ResidencyWindow
 
-__all__ = ["HostLink", "WindowCopy"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowCopy:

@@ -13,8 +13,6 @@ from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.spec import ScheduleSpec
 from roundpipe_fx.schedules.timetable import NUMBER, Schedule, pairs
 
-__all__ = ["INTERLEAVED", "interleaved"]
-
 
 def interleaved(devices: int, stages: int, microbatches: int) -> Schedule:
     """The interleaved 1F1B schedule. Stage s runs on device s modulo ``devices``.

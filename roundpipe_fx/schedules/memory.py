@@ -43,8 +43,6 @@ from roundpipe_fx.schedules.sharding import KeptGathered, late_gradients, sharde
 from roundpipe_fx.schedules.step_costs import Held, StepCosts, backward_start, device_orders
 from roundpipe_fx.schedules.timetable import Schedule
 
-__all__ = ["peaks_of", "weights_of_devices"]
-
 _MOST_EXACT = 100_000
 """Above this many actions the arrival of values is taken from the simulated times."""
 

@@ -31,9 +31,6 @@ from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.step_costs import StepCosts, backward_start
 from roundpipe_fx.schedules.timetable import KINDS, Schedule
 
-__all__ = ["Offload", "buffer_bytes", "offloads_at_distance"]
-
-
 _FORWARD = KINDS.index(ActionKind.FORWARD)
 
 

@@ -13,8 +13,6 @@ from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.spec import ScheduleSpec
 from roundpipe_fx.schedules.timetable import Schedule, block_of, pairs, run_of
 
-__all__ = ["ONE_F_ONE_B", "one_f_one_b"]
-
 
 def one_f_one_b(devices: int, stages: int, microbatches: int) -> Schedule:
     """The 1F1B schedule. Each device has consecutive stages, divided as evenly as possible.

@@ -7,8 +7,6 @@ from itertools import pairwise
 
 import torch
 
-__all__ = ["add_stage", "even_runs", "partition", "run_costs"]
-
 
 def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
     """Divide items into consecutive runs so that the slowest run is as fast as possible.

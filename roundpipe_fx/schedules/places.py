@@ -18,8 +18,6 @@ import numpy as np
 
 from roundpipe_fx.schedules.timetable import Schedule
 
-__all__ = ["Places", "vector_clocks"]
-
 
 class Places:
     """Positions at which stage actions run in each device's order, by microbatch."""

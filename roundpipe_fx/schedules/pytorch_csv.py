@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 
 from roundpipe_fx.schedules.action import Action, ActionKind
 
-__all__ = ["actions_of_cells", "cells_of_actions"]
-
 _WORK = re.compile(r"(\d+)([FBIW])(\d+)$")
 _MOVES = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*$")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B$")

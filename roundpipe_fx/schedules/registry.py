@@ -13,8 +13,6 @@ from roundpipe_fx.schedules.spec import ScheduleSpec
 from roundpipe_fx.schedules.zbv import ZBV
 from roundpipe_fx.schedules.zero_bubble import ZERO_BUBBLE
 
-__all__ = ["SCHEDULES", "default_schedule", "schedules_table"]
-
 
 class _Schedules(MutableMapping[str, ScheduleSpec]):
     """Specifications by their names, in the order in which they are listed and tried."""

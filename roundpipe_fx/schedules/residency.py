@@ -16,8 +16,6 @@ from itertools import pairwise, zip_longest
 
 import numpy as np
 
-__all__ = ["ResidencyWindow", "residency_windows", "resident", "window_ranges"]
-
 
 def window_ranges(stages: Sequence[int] | np.ndarray) -> list[range]:
     """Positions of the actions of each residency window of a device.

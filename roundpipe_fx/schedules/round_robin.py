@@ -21,8 +21,6 @@ from roundpipe_fx.schedules.action import Action, ActionKind
 from roundpipe_fx.schedules.spec import ScheduleSpec
 from roundpipe_fx.schedules.timetable import Schedule
 
-__all__ = ["ROUNDPIPE", "Dispatch", "dispatch", "round_robin"]
-
 _SHARING = 4
 """Upper limit on the number of workers that share a group."""
 

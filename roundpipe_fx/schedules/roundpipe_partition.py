@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from roundpipe_fx.schedules.partition import even_runs
 from roundpipe_fx.schedules.round_robin import dispatch
 
-__all__ = ["FUSED", "RoundPipePartition", "balance_roundpipe_stages", "divider", "is_spread", "slot_seconds"]
-
 _DISPATCHED = 400
 """At most this many partitions are simulated."""
 FUSED = 12

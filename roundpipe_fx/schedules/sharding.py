@@ -28,19 +28,6 @@ from roundpipe_fx.schedules.action import ActionKind, StageAction
 from roundpipe_fx.schedules.data_parallel import Gather, buckets_of
 from roundpipe_fx.schedules.residency import resident, window_ranges
 
-__all__ = [
-    "DeviceOrder",
-    "KeptGathered",
-    "ShardedCosts",
-    "choose_kept",
-    "gaps_of",
-    "gathered_bytes",
-    "gathers_of",
-    "late_gradients",
-    "padded_bytes",
-    "sharded_changes",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedCosts:

@@ -14,8 +14,6 @@ import numpy as np
 from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.timetable import NUMBER, Schedule
 
-__all__ = ["ScheduleSpec", "given_spec"]
-
 
 @dataclass(frozen=True)
 class ScheduleSpec:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from roundpipe_fx.schedules.action import ActionKind, StageAction
 
-__all__ = ["StageGraph", "chain", "rounds"]
-
 
 @dataclass(frozen=True)
 class StageGraph:

@@ -15,8 +15,6 @@ from roundpipe_fx.schedules.residency import ResidencyWindow, residency_windows
 from roundpipe_fx.schedules.sharding import DeviceOrder, KeptGathered, ShardedCosts, gathers_of, late_gradients
 from roundpipe_fx.schedules.timetable import KINDS, Schedule
 
-__all__ = ["Held", "StepCosts", "backward_start", "device_orders"]
-
 _FORWARD = KINDS.index(ActionKind.FORWARD)
 
 

@@ -14,9 +14,6 @@ from roundpipe_fx.schedules.action import Action, ActionKind
 from roundpipe_fx.schedules.pytorch_csv import actions_of_cells, cells_of_actions
 from roundpipe_fx.schedules.stage_graph import StageGraph
 
-__all__ = ["Schedule", "block_of", "pairs", "run_of"]
-
-
 KINDS = (
     ActionKind.FORWARD,
     ActionKind.RECOMPUTE,

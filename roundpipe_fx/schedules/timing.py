@@ -24,8 +24,6 @@ from roundpipe_fx.schedules.stage_graph import StageGraph
 from roundpipe_fx.schedules.step_costs import StepCosts, device_orders
 from roundpipe_fx.schedules.timetable import KINDS, Schedule
 
-__all__ = ["Deadlock", "Timing", "simulate_time"]
-
 
 class Deadlock(ValueError):
     """The devices of a schedule wait for each other.

@@ -19,8 +19,6 @@ import numpy as np
 from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.timetable import NUMBER, Schedule, run_of
 
-__all__ = ["SchedulePhase", "v_shaped"]
-
 SchedulePhase = tuple[int, str]
 """How often something is repeated, and what: ``"F0 I1 W"`` is a forward of the way down, gradients of inputs on the way
 up, and the gradients of parameters that have waited longest. Each takes the next microbatch."""

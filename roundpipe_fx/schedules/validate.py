@@ -13,8 +13,6 @@ from roundpipe_fx.schedules.timetable import KINDS, Schedule
 from roundpipe_fx.schedules.timing import Deadlock, simulate_time
 from roundpipe_fx.torch_private import PassedThrough
 
-__all__ = ["InvalidScheduleError", "validate"]
-
 
 class InvalidScheduleError(PassedThrough, ValueError):
     """A schedule cannot run. The message names the action at fault."""

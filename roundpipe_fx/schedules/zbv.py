@@ -13,8 +13,6 @@ from roundpipe_fx.schedules.spec import ScheduleSpec
 from roundpipe_fx.schedules.timetable import Schedule
 from roundpipe_fx.schedules.v_shape import SchedulePhase, v_shaped
 
-__all__ = ["ZBV", "zbv"]
-
 
 def zbv(devices: int, stages: int, microbatches: int) -> Schedule:
     """The ZB-V schedule. With two stages a device, device d has stages d and 2 × ``devices`` - 1 - d.

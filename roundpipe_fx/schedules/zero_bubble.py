@@ -12,8 +12,6 @@ from roundpipe_fx.schedules.action import Action, ActionKind
 from roundpipe_fx.schedules.spec import ScheduleSpec
 from roundpipe_fx.schedules.timetable import Schedule, run_of
 
-__all__ = ["ZERO_BUBBLE", "zero_bubble"]
-
 
 def zero_bubble(devices: int, stages: int, microbatches: int) -> Schedule:
     """The ZB-H1 schedule. Each device has consecutive stages, divided as evenly as possible; backwards are split.

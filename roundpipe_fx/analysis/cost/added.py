@@ -12,8 +12,6 @@ from roundpipe_fx.analysis.cost.real_layout import note_real_values
 from roundpipe_fx.analysis.cost.workspace import workspaces_of
 from roundpipe_fx.ir.joint_graph import Mark
 
-__all__ = ["annotate_added"]
-
 
 def annotate_added(
     nodes: Iterable[fx.Node], costs: CostModel, device: torch.device | None, eager: bool, present: bool = True

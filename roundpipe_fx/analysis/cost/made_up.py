@@ -15,8 +15,6 @@ from roundpipe_fx.budget import available_memory
 from roundpipe_fx.ir.joint_graph import tensor_values
 from roundpipe_fx.torch_private import number_hint, size_hint, tree_map
 
-__all__ = ["UnsafeOperandsError", "fits", "is_on_host", "made_up_arguments", "run_alone", "with_accepted_numbers"]
-
 FillOperand = Callable[[torch.Tensor], torch.Tensor]
 """Fills a tensor with numbers; integers are not negative."""
 

@@ -32,8 +32,6 @@ from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.joint_graph import has_side_effect
 from roundpipe_fx.torch_private import save_rng_states
 
-__all__ = ["MeasuredCosts"]
-
 log = logging.getLogger(__name__)
 
 _FORMAT = "roundpipe_fx costs 1"

@@ -14,8 +14,6 @@ from roundpipe_fx.ir.joint_graph import Mark, input_nodes, is_view, storages, te
 from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.torch_private import size_hint
 
-__all__ = ["CostModel", "annotate_node", "note_bytes", "tensor_bytes"]
-
 
 class CostModel(Protocol):
     """Seconds of operations and transfers on one device."""

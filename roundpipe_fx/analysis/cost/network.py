@@ -23,8 +23,6 @@ from roundpipe_fx.ir.collectives import collective_name, group_of
 from roundpipe_fx.ir.joint_graph import input_nodes, tensor_values
 from roundpipe_fx.torch_private import size_hint
 
-__all__ = ["Network", "Ring", "collective_seconds", "usual_network"]
-
 
 @dataclass(frozen=True)
 class Ring:

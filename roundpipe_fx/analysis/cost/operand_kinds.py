@@ -16,19 +16,6 @@ import torch
 
 from roundpipe_fx.torch_private import size_hint
 
-__all__ = [
-    "EACH",
-    "Absent",
-    "Below",
-    "Constant",
-    "Counts",
-    "OnHost",
-    "OperandKind",
-    "Pivots",
-    "UnitInterval",
-    "index_limits",
-]
-
 EACH = "each"
 """In :class:`Below`: the item at position i of a list indexes dimension i."""
 

@@ -30,18 +30,6 @@ from roundpipe_fx.analysis.cost.operand_kinds import (
 )
 from roundpipe_fx.operators.gradient_sums import SUMMING
 
-__all__ = [
-    "ANY_NUMBERS",
-    "RULES",
-    "arguments_of",
-    "arguments_of_node",
-    "kinds_of_call",
-    "kinds_of_operator",
-    "may_run_alone",
-    "reads_or_leaves_on_host",
-    "results_on_host",
-]
-
 ANY_NUMBERS = """
     _conj_physical _to_copy _unsafe_view alias_copy as_strided_copy as_strided_scatter block_diag cat channel_shuffle
     clone col2im complex constant_pad_nd copy diag_embed diagonal_backward diagonal_copy diagonal_scatter

@@ -28,8 +28,6 @@ from roundpipe_fx.analysis.cost.workspace import is_measured
 from roundpipe_fx.ir.joint_graph import has_tag, is_seeded, is_view, tensor_values
 from roundpipe_fx.torch_private import number_hint, size_hint, tree_leaves, tree_map_only, without_modes
 
-__all__ = ["layout_of", "lies_plainly", "note_real_values", "note_sparse_bytes", "real_values", "small_values"]
-
 log = logging.getLogger(__name__)
 
 ValueOf = Callable[[fx.Node], Any]

@@ -23,9 +23,6 @@ from roundpipe_fx.ir.joint_graph import has_tag
 from roundpipe_fx.operators.gradient_sums import add_product_to
 from roundpipe_fx.torch_private import tree_leaves, tree_map
 
-__all__ = ["DEVICES", "Roofline", "flops_of", "flops_of_call", "numbers_drawn", "roofline_of"]
-
-
 aten = torch.ops.aten
 
 

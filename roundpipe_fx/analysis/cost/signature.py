@@ -9,8 +9,6 @@ from torch import fx
 
 from roundpipe_fx.torch_private import size_hint
 
-__all__ = ["signature_of"]
-
 
 def signature_of(node: fx.Node, single: bool = False) -> str:
     """A text of the operator with shapes, strides and dtypes of its operands, and its other arguments.

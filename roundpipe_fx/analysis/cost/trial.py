@@ -32,17 +32,6 @@ from roundpipe_fx.torch_private import (
     tree_leaves,
 )
 
-__all__ = [
-    "TensorLayout",
-    "Trial",
-    "device_text",
-    "kernel_settings",
-    "run_apart",
-    "try_alone",
-    "try_apart",
-    "write_trials",
-]
-
 log = logging.getLogger(__name__)
 
 aten = torch.ops.aten

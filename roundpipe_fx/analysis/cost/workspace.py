@@ -29,8 +29,6 @@ from roundpipe_fx.ir.bodies import is_body
 from roundpipe_fx.ir.collectives import copied_bytes, is_functional_collective
 from roundpipe_fx.ir.joint_graph import Mark, has_side_effect, has_tag, input_nodes, is_view, tensor_values
 
-__all__ = ["COMPILED_STAGES", "depends_on_data", "is_measured", "learned_name", "workspaces_of"]
-
 aten = torch.ops.aten
 
 COMPILED_STAGES = "compiled stages"

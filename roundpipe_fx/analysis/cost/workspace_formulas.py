@@ -24,8 +24,6 @@ from roundpipe_fx.analysis.cost.operand_rules import arguments_of_node
 from roundpipe_fx.ir.joint_graph import tensor_values
 from roundpipe_fx.torch_private import size_hint
 
-__all__ = ["LARGEST_GPU", "Gpu", "workspace_by_formula"]
-
 aten = torch.ops.aten
 
 

@@ -10,8 +10,6 @@ import torch
 from roundpipe_fx.analysis.dimensions.labels import CallDims, Dim, Labels, Rule, Unknown, same_size
 from roundpipe_fx.analysis.dimensions.operands import Call
 
-__all__ = ["RULES"]
-
 aten = torch.ops.aten
 
 

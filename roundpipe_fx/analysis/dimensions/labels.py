@@ -11,8 +11,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from roundpipe_fx.analysis.dimensions.operands import Call
 
-__all__ = ["CallDims", "Dim", "Dimensions", "Dims", "Labels", "Rule", "Unknown", "is_one", "same_size"]
-
 Dim = tuple[int, ...]
 """Labels that a dimension is the row-major product of; ``()``: a dimension of size 1."""
 

@@ -26,8 +26,6 @@ from roundpipe_fx.analysis.dimensions.labels import Dimensions, Labels, Rule, Un
 from roundpipe_fx.analysis.dimensions.operands import Call, tensor_arguments
 from roundpipe_fx.ir.joint_graph import is_seeded, tensor_values
 
-__all__ = ["RULES", "dimensions_of"]
-
 RULES: dict[Any, Rule] = {
     **pointwise.RULES,
     **products.RULES,

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["Call", "operand_nodes", "tensor_arguments"]
-
 
 def operand_nodes(node: fx.Node) -> list[fx.Node]:
     """The tensor operands of a call, in the order of the operator's schema.

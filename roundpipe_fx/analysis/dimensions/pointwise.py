@@ -8,8 +8,6 @@ from roundpipe_fx.analysis.dimensions.labels import CallDims, Labels, Rule
 from roundpipe_fx.analysis.dimensions.operands import Call
 from roundpipe_fx.ir.joint_graph import has_tag
 
-__all__ = ["RULES", "is_pointwise", "pointwise"]
-
 aten, prims = torch.ops.aten, torch.ops.prims
 
 

@@ -9,8 +9,6 @@ import torch
 from roundpipe_fx.analysis.dimensions.labels import CallDims, Dim, Labels, Rule, Unknown
 from roundpipe_fx.analysis.dimensions.operands import Call
 
-__all__ = ["RULES", "product"]
-
 aten = torch.ops.aten
 
 

@@ -10,8 +10,6 @@ from roundpipe_fx.analysis.dimensions.labels import CallDims, Labels, Rule
 from roundpipe_fx.analysis.dimensions.operands import Call
 from roundpipe_fx.operators.log_sum_exp import log_sum_exp
 
-__all__ = ["LOGARITHMS", "RULES"]
-
 aten = torch.ops.aten
 
 

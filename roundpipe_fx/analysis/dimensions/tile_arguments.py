@@ -13,8 +13,6 @@ from torch import fx
 from roundpipe_fx.analysis.dimensions.labels import Dim, Dimensions
 from roundpipe_fx.analysis.dimensions.operands import arguments, operand_nodes
 
-__all__ = ["arguments_on_tile"]
-
 aten = torch.ops.aten
 
 Sizes = Mapping[int, Any]

@@ -12,8 +12,6 @@ from roundpipe_fx.analysis.dimensions.labels import CallDims, Dim, Labels, Rule,
 from roundpipe_fx.analysis.dimensions.operands import Call, counted
 from roundpipe_fx.torch_private import size_hint
 
-__all__ = ["RULES"]
-
 aten = torch.ops.aten
 
 

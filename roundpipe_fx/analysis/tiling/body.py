@@ -25,19 +25,6 @@ from roundpipe_fx.ir.tile_loop import TileLoop, TileResult, WidestValue
 from roundpipe_fx.operators.gradient_sums import SUMMING, add_exponential_to, add_product_to, add_to
 from roundpipe_fx.torch_private import boxed_codegen
 
-__all__ = [
-    "BodyCosts",
-    "Divided",
-    "LoopCost",
-    "Loops",
-    "UnfitError",
-    "divide",
-    "flat_shape",
-    "is_flat",
-    "loop_of",
-    "sources_of",
-]
-
 aten = torch.ops.aten
 
 

@@ -18,8 +18,6 @@ from torch import fx
 
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor
 
-__all__ = ["Scaled", "Uses", "online_softmaxes", "summed_dims", "uses_of"]
-
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
 

@@ -23,8 +23,6 @@ from roundpipe_fx.analysis.tiling.rows import (
 from roundpipe_fx.ir.graph_edit import views_of
 from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor, is_view, viewed
 
-__all__ = ["Growth"]
-
 _AS_WIDE = 0.6
 """Values with at least this share of the widest value's elements belong to a region."""
 _NARROW = 0.55

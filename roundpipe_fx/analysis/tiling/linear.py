@@ -15,8 +15,6 @@ from torch import fx
 
 from roundpipe_fx.ir.joint_graph import input_nodes, tensor_values
 
-__all__ = ["proportional"]
-
 aten = torch.ops.aten
 
 _IN_FIRST = frozenset(

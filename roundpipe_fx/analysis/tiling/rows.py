@@ -12,18 +12,6 @@ from roundpipe_fx.analysis.dimensions import Dimensions, dimensions_of, operand_
 from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.joint_graph import Mark, has_side_effect, is_seeded, is_tensor
 
-__all__ = [
-    "Described",
-    "Rows",
-    "described",
-    "elements",
-    "is_adjacent",
-    "labels_of_rows",
-    "labels_where",
-    "may_be_divided",
-    "rows_among",
-]
-
 _Labels = tuple[tuple[int, ...], ...]
 Described = tuple[frozenset[int], list[tuple["fx.Node | None", _Labels]]]
 """How an operation divides: its mixed labels, and what it reads and makes with their labels."""

@@ -33,8 +33,6 @@ from roundpipe_fx.analysis.tiling.rows import (
 )
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, is_view
 
-__all__ = ["RowSlice", "row_slice_of"]
-
 aten = torch.ops.aten
 
 _NARROW = 0.55

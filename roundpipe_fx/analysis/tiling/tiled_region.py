@@ -38,8 +38,6 @@ from roundpipe_fx.ir.joint_graph import (
     is_view,
 )
 
-__all__ = ["TileRegion", "TileRegions"]
-
 aten = torch.ops.aten
 
 _LEAST_BYTES = 1 << 10

@@ -24,8 +24,6 @@ from torch.utils.checkpoint import noop_context_fn
 from roundpipe_fx import torch_private
 from roundpipe_fx.compat.checkpointing.layer_pass import Layer, current_pass, enter_layer, running
 
-__all__ = ["checkpoint", "checkpoint_sequential", "is_checkpointing", "is_recomputing"]
-
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 

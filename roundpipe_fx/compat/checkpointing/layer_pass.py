@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Layer", "LayerPass", "current_pass", "enter_layer", "running"]
-
 
 @dataclass(eq=False)
 class Layer:

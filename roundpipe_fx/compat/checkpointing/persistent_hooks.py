@@ -23,8 +23,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_fx import torch_private
 
-__all__ = ["PersistentHooks"]
-
 
 class _Local(threading.local):
     busy = False

@@ -25,8 +25,6 @@ from roundpipe_fx.compat.checkpointing.layer_pass import current_pass
 from roundpipe_fx.ir.recompute_marks import save_in_graph
 from roundpipe_fx.torch_private import tree_leaves
 
-__all__ = ["doing_recompute", "get_recompute_data", "save_for_recompute"]
-
 
 def save_for_recompute(*data: Any) -> None:
     """Save data for the recomputation of the layer that is running.

@@ -34,8 +34,6 @@ from roundpipe_fx.compat.checkpointing.tape import Tape, View
 from roundpipe_fx.ir.recompute_marks import annotated_scope
 from roundpipe_fx.torch_private import TorchDispatchMode
 
-__all__ = ["gradient_checkpoint_scope"]
-
 
 class _Local(threading.local):
     def __init__(self) -> None:

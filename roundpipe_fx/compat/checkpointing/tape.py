@@ -27,8 +27,6 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.host_sync import registered_sync_ops, why_host_sync
 from roundpipe_fx.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["Tape", "View", "storage_key", "view_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:

@@ -20,8 +20,6 @@ from roundpipe_fx.compat.checkpointing.checkpoint import checkpoint, is_recomput
 from roundpipe_fx.ir.recompute_marks import inputs_on_host
 from roundpipe_fx.torch_private import RunningNorm
 
-__all__ = ["checkpoint_wrapper"]
-
 T = TypeVar("T", bound=nn.Module)
 
 

@@ -20,8 +20,6 @@ from roundpipe_fx.remat.sequences.algorithms import ALGORITHMS, make_sequence
 from roundpipe_fx.remat.sequences.layer_costs import Chain
 from roundpipe_fx.remat.sequences.sequence import Sequence
 
-__all__ = ["Checkpointable"]
-
 
 class Checkpointable(nn.Module):
     """A module that trains within a memory limit: rotor's front end, for any module.

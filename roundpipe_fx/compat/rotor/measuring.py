@@ -18,8 +18,6 @@ from roundpipe_fx.remat.sequences.layer_costs import Chain
 from roundpipe_fx.report.peak_memory import measure_peak
 from roundpipe_fx.torch_private import tree_leaves, tree_map
 
-__all__ = ["measure_layers"]
-
 
 def measure_layers(layers: SequenceOf[nn.Module], value: Any, device: torch.device) -> Chain:
     """Measure layers, with a few runs of each.

@@ -24,8 +24,6 @@ from roundpipe_fx.remat.sequences.sequence import (
     SequenceOperation,
 )
 
-__all__ = ["Kept", "Rerun", "nest", "run"]
-
 
 @dataclass(frozen=True)
 class Kept:

@@ -27,8 +27,6 @@ from roundpipe_fx.pipeline.batches.structures import (
     specs_of,
 )
 
-__all__ = ["SPLIT_INPUT", "SPLIT_LABEL", "BatchLeaf", "BatchTree", "batch_leaves", "of_the_batch", "trees_of_inputs"]
-
 
 @dataclass(frozen=True)
 class BatchTree:

@@ -23,8 +23,6 @@ from roundpipe_fx.pipeline.batches.structures import (
     spread,
 )
 
-__all__ = ["merge", "weighted_sum"]
-
 
 def merge(
     outputs: Sequence[Any],

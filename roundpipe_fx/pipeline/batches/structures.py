@@ -25,20 +25,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from roundpipe_fx.torch_private import is_replicate_spec, one_level
 
-__all__ = [
-    "BY_CONVENTION",
-    "Container",
-    "Path",
-    "container_of",
-    "dim_of",
-    "holds_tensors",
-    "leaves_of",
-    "map_leaves",
-    "specs_of",
-    "spread",
-]
-
-
 Path = tuple[Any, ...]
 """The keys, indices and names of attributes that lead to a part of a value."""
 

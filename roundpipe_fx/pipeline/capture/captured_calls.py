@@ -15,8 +15,6 @@ from roundpipe_fx.runtime.bridge import capture_call
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, Source
 from roundpipe_fx.schedules import ActionKind
 
-__all__ = ["CapturedCalls", "TracedStep", "UnlikeStagesError", "capture_calls", "check_unchanged"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedCalls:

@@ -18,8 +18,6 @@ from roundpipe_fx.frontend.loss_mark import mark_loss
 from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph
 from roundpipe_fx.torch_private import is_graph_break, tree_map
 
-__all__ = ["detached", "explaining_breaks", "functions_of", "loss_output"]
-
 
 def functions_of(model: nn.Module) -> dict[str, Callable[..., Any]]:
     """The functions to compile: the model; the model with its loss; and the latter with its outputs too.

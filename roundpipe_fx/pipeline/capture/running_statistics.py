@@ -23,8 +23,6 @@ from torch import nn
 
 from roundpipe_fx.torch_private import AnyBatchNorm
 
-__all__ = ["cumulative", "deferred", "tensors_of_sums"]
-
 
 class _Sums:
     """The sums of a batch norm layer in the current step."""

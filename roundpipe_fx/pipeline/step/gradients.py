@@ -20,16 +20,6 @@ from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph
 from roundpipe_fx.runtime.incoming_gradients import Like, incoming_gradient
 from roundpipe_fx.schedules.data_parallel import aligned_bytes
 
-__all__ = [
-    "Receiver",
-    "gather",
-    "gradients_of_loss",
-    "hand_to_autograd",
-    "has_hooks",
-    "loss_with_gradients",
-    "receivers_of",
-]
-
 
 @dataclass(frozen=True)
 class Receiver:

@@ -22,8 +22,6 @@ from torch import nn
 
 from roundpipe_fx.pipeline.batches.structures import map_leaves, vars_of
 
-__all__ = ["KeptResults"]
-
 _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Returned results that are differentiated, and the step's own."""
 

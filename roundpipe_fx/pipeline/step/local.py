@@ -21,8 +21,6 @@ from roundpipe_fx.runtime.random_streams import RandomStream
 from roundpipe_fx.runtime.stage_updates import StageUpdates, StepUpdates
 from roundpipe_fx.runtime.worker import Workers
 
-__all__ = ["Local", "ScheduledOf"]
-
 ScheduledOf = Callable[[CapturedCalls, Any], Scheduled]
 """What workers run of captured microbatches, of some kinds of actions; ``None``: of all."""
 

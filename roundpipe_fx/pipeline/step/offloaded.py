@@ -27,8 +27,6 @@ from roundpipe_fx.runtime.pinned_memory import pinned_copy
 from roundpipe_fx.runtime.pipeline_run import Finished
 from roundpipe_fx.torch_private import inner_tensors
 
-__all__ = ["Offloaded", "placed", "tensors_of"]
-
 _NOT_PINNED = (
     "No weight has changed and nothing of the step has run: close other programs and run it again, or use a host with "
     "more memory."

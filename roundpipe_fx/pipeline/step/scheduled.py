@@ -27,17 +27,6 @@ from roundpipe_fx.schedules.offloads import Offload
 from roundpipe_fx.schedules.sharding import KeptGathered
 from roundpipe_fx.schedules.timetable import KINDS
 
-__all__ = [
-    "Scheduled",
-    "UnequalMicrobatchesError",
-    "Unfitting",
-    "check_together",
-    "costs_of_others",
-    "kept_of",
-    "reads_left_elsewhere",
-    "scheduled_run",
-]
-
 
 class UnequalMicrobatchesError(InfeasibleBudgetError):
     """Microbatches that were planned separately do not fit together.

@@ -24,8 +24,6 @@ from roundpipe_fx.remat.learned_steps import StepBudgetWarning
 from roundpipe_fx.runtime.incoming_gradients import Like, incoming_gradient
 from roundpipe_fx.runtime.pipeline_run import Finished
 
-__all__ = ["CallsAlive", "through_autograd"]
-
 
 class CallsAlive:
     """The calls of one pipeline whose backward may still come."""

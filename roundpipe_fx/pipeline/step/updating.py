@@ -14,8 +14,6 @@ from roundpipe_fx.runtime.complete_gradients import updatable_in_step
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
 from roundpipe_fx.runtime.stage_updates import StepUpdates, updates_by_parameter
 
-__all__ = ["updating"]
-
 
 @contextlib.contextmanager
 def updating(
