@@ -31,7 +31,7 @@ def main() -> None:
         return run
 
     compilation.lower = timed(compilation.lower)
-    compilation._Compilation._load = timed(compilation._Compilation._load)  # type: ignore[method-assign]
+    compilation._OnOneDevice._load = timed(compilation._OnOneDevice._load)  # type: ignore[method-assign]
     rows = []
     first = cases(layers=2, width=32, batch=2, length=16)[0]
     warm = build(first)
