@@ -49,7 +49,7 @@ from benchmarks.side_by_side import (
     seconds_of,
 )
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.search import refine, search
+from roundpipe_fx.remat.chain_search import refine, search
 from roundpipe_fx.torch_private import dynamo_flags
 
 BUDGETS = tuple(round(0.1 * index, 1) for index in range(11))

@@ -13,9 +13,9 @@ from dataclasses import replace
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain import ChainStageOption
+from roundpipe_fx.remat.chain_search import SimulatedSchedule, best_of, everything_kept, levels, spread, work_out
 from roundpipe_fx.remat.follow_sequence import as_autograd_runs
 from roundpipe_fx.remat.schedule import RematChoice
-from roundpipe_fx.remat.search import SimulatedSchedule, best_of, everything_kept, levels, spread, work_out
 from roundpipe_fx.remat.segment_chain import chain_of, remat_choice_of
 from roundpipe_fx.remat.solve_chain import solve_chain
 

@@ -16,7 +16,7 @@ from benchmarks.rotor import rotor_candidates
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.read_operations import read_operations
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.search import search
+from roundpipe_fx.remat.chain_search import search
 from tests.remat.graphs import mlp, operations_of, staged
 from tests.remat.test_save_policy import RandomModel, operations, relaxed
 

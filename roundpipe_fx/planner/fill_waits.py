@@ -12,9 +12,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from roundpipe_fx.planner.evaluation import ScheduleEvaluation
+from roundpipe_fx.remat.chain_search import SimulatedSchedule
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.early import EarlyChoices, early_at, early_choices
-from roundpipe_fx.remat.search import SimulatedSchedule
 from roundpipe_fx.schedules import ActionKind, StageGraph, StepCosts
 
 __all__ = ["with_waits_filled"]

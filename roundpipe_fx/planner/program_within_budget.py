@@ -28,12 +28,12 @@ from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.planner.evaluation import Candidate, Evaluation, Space
 from roundpipe_fx.planner.search import cut_finer
 from roundpipe_fx.planner.with_host import TRIED, has_host, host_room, least_recomputed, stage_starts
+from roundpipe_fx.remat.chain_search import SimulatedSchedule
 from roundpipe_fx.remat.choose import Bottleneck, Chosen, Unmet, choices, choose, unmet_by
 from roundpipe_fx.remat.early import early_within
 from roundpipe_fx.remat.follow_sequence import fit_sequence
 from roundpipe_fx.remat.least_bytes import least_bytes
 from roundpipe_fx.remat.schedule import remat_schedule
-from roundpipe_fx.remat.search import SimulatedSchedule
 from roundpipe_fx.schedules.choose_offloads import OffloadRule
 
 __all__ = ["PROGRAMS", "following_rotor"]

@@ -39,11 +39,11 @@ from roundpipe_fx.planner.link_prices import LinkPrices
 from roundpipe_fx.planner.offload_values import may_leave_unasked, quickest_offloaded, with_offloads
 from roundpipe_fx.planner.runs import runs_of
 from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.chain_search import ParetoPoint, SimulatedSchedule, everything_kept, most_kept, work_out
 from roundpipe_fx.remat.choose import Bottleneck, Chosen, Unmet
 from roundpipe_fx.remat.in_flight import SegmentRun, points_of_run, together
 from roundpipe_fx.remat.save_policy import SavePolicy
 from roundpipe_fx.remat.schedule import RematChoice, remat_schedule
-from roundpipe_fx.remat.search import ParetoPoint, SimulatedSchedule, everything_kept, most_kept, work_out
 from roundpipe_fx.remat.segment_chain import chain_of
 from roundpipe_fx.schedules import simulate_time
 

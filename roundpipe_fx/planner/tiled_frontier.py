@@ -22,9 +22,9 @@ from roundpipe_fx.planner.evaluation import Space
 from roundpipe_fx.planner.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.planner.tile_more import tile_down
 from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.chain_search import refine, search, spread
 from roundpipe_fx.remat.choose import Chosen, Unmet, unmet_by
 from roundpipe_fx.remat.frontier_plans import Noted
-from roundpipe_fx.remat.search import refine, search, spread
 from roundpipe_fx.remat.several_calls import search_for_step
 
 __all__ = ["plans_in_tiles"]

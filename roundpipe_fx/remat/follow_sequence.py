@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from roundpipe_fx.analysis.operations import Operation, OperationGraph, RecomputeRecipe
 from roundpipe_fx.budget import Found, Infeasible, Result, bytes_text
 from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.chain_search import SimulatedSchedule, work_out
 from roundpipe_fx.remat.schedule import RematChoice
-from roundpipe_fx.remat.search import SimulatedSchedule, work_out
 from roundpipe_fx.remat.segment_chain import SaveOption, chain_of, storages_live_across
 from roundpipe_fx.remat.sequences.algorithms import make_sequence
 from roundpipe_fx.remat.sequences.layer_costs import Chain

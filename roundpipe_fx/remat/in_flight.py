@@ -19,8 +19,8 @@ from functools import partial
 
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.remat.chain import SegmentChain
+from roundpipe_fx.remat.chain_search import FINE_SLOTS, NESTED_SHARE, ParetoPoint, levels, nested_slots, spread
 from roundpipe_fx.remat.schedule import RematChoice
-from roundpipe_fx.remat.search import FINE_SLOTS, NESTED_SHARE, ParetoPoint, levels, nested_slots, spread
 from roundpipe_fx.remat.segment_chain import SaveOption, remat_choice_of
 from roundpipe_fx.remat.solve_chain import Solution, solve_chain
 

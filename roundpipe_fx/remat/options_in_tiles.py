@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, SegmentChain
-from roundpipe_fx.remat.search import FINE_SLOTS, levels
+from roundpipe_fx.remat.chain_search import FINE_SLOTS, levels
 from roundpipe_fx.remat.solve_chain import solve_chain
 
 __all__ = ["ChainInTiles", "JoinedChain", "join", "tiled_segments"]

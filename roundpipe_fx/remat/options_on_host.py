@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, SegmentChain
-from roundpipe_fx.remat.search import FINE_SLOTS, levels
+from roundpipe_fx.remat.chain_search import FINE_SLOTS, levels
 from roundpipe_fx.remat.solve_chain import solve_chain
 
 __all__ = ["ChainOnHost", "SegmentOnHost", "any_fits", "decisions_at_price"]

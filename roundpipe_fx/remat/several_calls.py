@@ -10,9 +10,17 @@ from __future__ import annotations
 import dataclasses
 
 from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.chain_search import (
+    ParetoPoint,
+    SearchResult,
+    SimulatedSchedule,
+    best_of,
+    search,
+    spread,
+    work_out,
+)
 from roundpipe_fx.remat.in_flight import SegmentRun, points_of_run
 from roundpipe_fx.remat.schedule import simulate
-from roundpipe_fx.remat.search import ParetoPoint, SearchResult, SimulatedSchedule, best_of, search, spread, work_out
 from roundpipe_fx.remat.segment_chain import chain_of
 
 __all__ = ["candidates_for_step", "search_for_step"]

@@ -16,8 +16,8 @@ from roundpipe_fx.codegen import Program, StageModule, program_text, stage_text
 from roundpipe_fx.ir.alternative_plans import Alternatives, PlansInTiles, joined
 from roundpipe_fx.ir.decisions import Decisions, tiles_text
 from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.chain_search import search
 from roundpipe_fx.remat.frontier_plans import alternatives_of
-from roundpipe_fx.remat.search import search
 from roundpipe_fx.report.plan_details import EmittedStep, PlanDetails
 from roundpipe_fx.report.plan_json import fields_of_json, json_of_plan
 from roundpipe_fx.report.plan_page import page_of_plans, show_page

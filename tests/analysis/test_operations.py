@@ -7,7 +7,7 @@ from roundpipe_fx.analysis.read_operations import read_operations
 from roundpipe_fx.ir.joint_graph import Mark
 from roundpipe_fx.passes.cse import eliminate_common_subexpressions
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.search import search
+from roundpipe_fx.remat.chain_search import search
 from tests.remat.graphs import mlp, staged
 
 

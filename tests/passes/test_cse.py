@@ -14,7 +14,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph, is_view
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.cse import eliminate_common_subexpressions
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.search import everything_kept
+from roundpipe_fx.remat.chain_search import everything_kept
 from tests import hugging_face
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step

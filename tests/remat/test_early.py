@@ -10,9 +10,9 @@ import torch
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.read_operations import read_operations
 from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.chain_search import search
 from roundpipe_fx.remat.early import early_at, early_choices, early_within
 from roundpipe_fx.remat.schedule import PlannedOp, PlannedSchedule, simulate
-from roundpipe_fx.remat.search import search
 from tests.remat.graphs import mlp, staged
 
 

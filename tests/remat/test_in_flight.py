@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, SegmentChain
+from roundpipe_fx.remat.chain_search import work_out
 from roundpipe_fx.remat.in_flight import SegmentRun, points_of_run, together
 from roundpipe_fx.remat.schedule import PlannedOp, PlannedSchedule
-from roundpipe_fx.remat.search import work_out
 from roundpipe_fx.remat.segment_chain import chain_of
 from roundpipe_fx.remat.solve_chain import solve_chain
 from tests.remat.graphs import mlp, operations_of

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.chain_search import SearchResult, refine, search
 from roundpipe_fx.remat.choose import choose, refusal
-from roundpipe_fx.remat.search import SearchResult, refine, search
 from tests.remat.graphs import mlp, operations_of
 
 GRAPH = operations_of(mlp(depth=12), torch.randn(512, 16))

@@ -14,10 +14,10 @@ from roundpipe_fx.analysis.read_operations import read_operations
 from roundpipe_fx.analysis.simulator import peak_of_course
 from roundpipe_fx.codegen import emit_backward_program, emit_forward_program
 from roundpipe_fx.remat.blocks import Blocks, planned_schedule
+from roundpipe_fx.remat.chain_search import search
 from roundpipe_fx.remat.early import early_at, early_choices, early_within
 from roundpipe_fx.remat.reduce_peak import MAX_REMAT_LEVEL
 from roundpipe_fx.remat.schedule import RematChoice, remat_schedule, simulate
-from roundpipe_fx.remat.search import search
 from tests import listed
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.remat.graphs import mlp, operations_of
