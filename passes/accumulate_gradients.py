@@ -20,8 +20,6 @@ from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, tensor_values
 from roundpipe_fx.operators.gradient_sums import add_copy_to, add_product_to, add_to
 
-__all__ = ["accumulate_gradients"]
-
 
 def accumulate_gradients(joint: JointGraph, costs: CostModel, in_place: bool = True) -> JointGraph:
     """Add gradients of parameters to their sums; parts that one module computes are added to one sum.

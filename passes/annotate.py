@@ -12,8 +12,6 @@ from torch import fx
 from roundpipe_fx.analysis.cost import CostModel, annotate_node
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes
 
-__all__ = ["annotate"]
-
 
 def annotate(joint: JointGraph, costs: CostModel) -> JointGraph:
     """Mark every computing node with its phase, bytes, flops and seconds.

@@ -33,8 +33,6 @@ from roundpipe_fx.ir.joint_graph import (
     tensor_values,
 )
 
-__all__ = ["apply_remat_schedule"]
-
 
 def apply_remat_schedule(joint: JointGraph, schedule: RematSchedule, costs: CostModel) -> JointGraph:
     """Rewrite the backward as scheduled.

@@ -10,8 +10,6 @@ import torch
 
 from roundpipe_fx.ir.joint_graph import JointGraph
 
-__all__ = ["release_running_statistics"]
-
 aten = torch.ops.aten
 
 

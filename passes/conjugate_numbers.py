@@ -11,8 +11,6 @@ from torch import fx
 
 from roundpipe_fx.ir.joint_graph import JointGraph, tensor_values
 
-__all__ = ["fold_conjugate_numbers"]
-
 aten = torch.ops.aten
 
 

@@ -18,8 +18,6 @@ from torch import fx
 from roundpipe_fx.ir.graph_edit import let_stand_for, views_of
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect, is_seeded, is_tensor, is_view
 
-__all__ = ["common_subexpressions", "eliminate_common_subexpressions"]
-
 
 def eliminate_common_subexpressions(joint: JointGraph) -> JointGraph:
     """Replace forward values by the earlier ones that :func:`common_subexpressions` returns for them."""

@@ -16,8 +16,6 @@ from torch import fx
 from roundpipe_fx.ir.graph_edit import insert_call, replace_by
 from roundpipe_fx.ir.joint_graph import JointGraph, tensor_values
 
-__all__ = ["expand_dropout"]
-
 aten = torch.ops.aten
 
 

@@ -22,8 +22,6 @@ from torch import fx
 from roundpipe_fx.analysis.minimum_cut import SINK, SOURCE, UNCUTTABLE, Arc, minimum_cut, unit_of
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_seeded, is_view, storages, viewed
 
-__all__ = ["early_recompute"]
-
 
 def early_recompute(joint: JointGraph) -> JointGraph:
     """Move nodes that gain by it from phase backward to phase recompute. Runs where no budget decides."""

@@ -17,8 +17,6 @@ from roundpipe_fx.ir.decisions import ValueOnHost
 from roundpipe_fx.ir.options import Options, StageCompiler
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 
-__all__ = ["Pass", "PassContext", "PassLevel", "always"]
-
 
 class PassLevel(enum.StrEnum):
     """What a pass works on; levels run in this order."""

@@ -14,8 +14,6 @@ from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.graph_edit import let_stand_for, views_of
 from roundpipe_fx.ir.joint_graph import JointGraph, Phase, is_tensor
 
-__all__ = ["merge_equal_collectives"]
-
 
 def merge_equal_collectives(joint: JointGraph) -> JointGraph:
     """Merge collectives of the forward that have equal operands. Runs after annotate.

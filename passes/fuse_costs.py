@@ -24,8 +24,6 @@ from roundpipe_fx.ir.joint_graph import (
     viewed,
 )
 
-__all__ = ["fuse_costs", "fuse_costs_of_body"]
-
 
 def fuse_costs(joint: JointGraph, costs: CostModel) -> JointGraph:
     """Lower the seconds of pointwise operations to those that they add to the kernels they are fused into."""

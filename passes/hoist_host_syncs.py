@@ -37,8 +37,6 @@ from roundpipe_fx.ir.joint_graph import (
     tensor_values,
 )
 
-__all__ = ["hoist_host_syncs"]
-
 aten = torch.ops.aten
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)

@@ -24,8 +24,6 @@ from torch import fx
 from roundpipe_fx.ir.decisions import ValueOnHost
 from roundpipe_fx.torch_private import offload_operators
 
-__all__ = ["copy_back", "copy_to_host"]
-
 
 def copy_to_host(program: fx.Graph, copies: Collection[ValueOnHost]) -> fx.Graph:
     """Return values of a forward's program on the host.

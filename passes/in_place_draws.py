@@ -31,8 +31,6 @@ from roundpipe_fx.analysis.cost import layout_of
 from roundpipe_fx.ir.graph_edit import insert_call, replace_by
 from roundpipe_fx.ir.joint_graph import JointGraph
 
-__all__ = ["draw_in_memory_order"]
-
 aten = torch.ops.aten
 
 _UNINITIALIZED = (

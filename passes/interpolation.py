@@ -19,8 +19,6 @@ from torch import fx
 from roundpipe_fx.ir.graph_edit import insert_call, replace_by
 from roundpipe_fx.ir.joint_graph import JointGraph, is_seeded
 
-__all__ = ["restore_interpolation"]
-
 aten = torch.ops.aten
 
 # By number of dimensions in space: the kernel and that of its gradient.

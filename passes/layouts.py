@@ -49,8 +49,6 @@ from roundpipe_fx.ir.joint_graph import (
 )
 from roundpipe_fx.torch_private import tree_map_only
 
-__all__ = ["restore_layouts"]
-
 aten = torch.ops.aten
 
 

@@ -19,8 +19,6 @@ from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call, let_stand_fo
 from roundpipe_fx.ir.joint_graph import JointGraph, is_mask
 from roundpipe_fx.torch_private import note_count, size_binding
 
-__all__ = ["expand_masks"]
-
 aten = torch.ops.aten
 
 

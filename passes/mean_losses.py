@@ -16,8 +16,6 @@ from roundpipe_fx.analysis.cost import CostModel, annotate_added
 from roundpipe_fx.ir.graph_edit import insert_call
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_tensor
 
-__all__ = ["split_mean_losses"]
-
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor
 
-__all__ = ["expand_missing_gradients"]
-
 
 def expand_missing_gradients(joint: JointGraph) -> JointGraph:
     """Give incoming gradients that are not expected the strides of an expanded scalar, after ``strided_gradients``.

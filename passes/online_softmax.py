@@ -25,8 +25,6 @@ from roundpipe_fx.ir.graph_edit import insert_call
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.operators.log_sum_exp import log_sum_exp
 
-__all__ = ["log_sum_exp_of", "write_online"]
-
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
 

@@ -21,8 +21,6 @@ from torch import fx
 
 from roundpipe_fx.ir.joint_graph import Mark, is_tensor
 
-__all__ = ["MAIN", "SIDE", "overlap_recompute"]
-
 MAIN, SIDE = 0, 1
 _FIRST_EVENT = 2
 

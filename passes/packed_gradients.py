@@ -15,8 +15,6 @@ from torch import fx
 from roundpipe_fx.ir.graph_edit import let_stand_for
 from roundpipe_fx.ir.joint_graph import JointGraph
 
-__all__ = ["continue_sums"]
-
 aten = torch.ops.aten
 
 

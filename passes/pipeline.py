@@ -71,8 +71,6 @@ from roundpipe_fx.passes.tiles import tile_regions
 from roundpipe_fx.passes.workspaces import mark_workspaces
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["body_costs", "default_passes", "passes_table"]
-
 
 def _eager(context: PassContext) -> bool:
     """stages run eagerly"""

@@ -43,8 +43,6 @@ from roundpipe_fx.ir.recompute_marks import (
     saves_for_recompute,
 )
 
-__all__ = ["mark_recompute_regions", "region_bounds"]
-
 
 def mark_recompute_regions(joint: JointGraph, replays_random: bool = True) -> JointGraph:
     """Mark values that must and must not be saved. Runs after hoist_host_syncs, before the graph is cut.

@@ -14,8 +14,6 @@ from torch import fx
 
 from roundpipe_fx.ir.joint_graph import JointGraph, input_nodes, is_tensor, is_view
 
-__all__ = ["remove_redundant_views"]
-
 aten = torch.ops.aten
 
 

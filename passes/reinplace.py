@@ -15,8 +15,6 @@ from roundpipe_fx.analysis.in_place import in_place_forms
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
 from roundpipe_fx.ir.joint_graph import input_nodes, tensor_values
 
-__all__ = ["reinplace"]
-
 
 def reinplace(graph: fx.Graph) -> fx.Graph:
     """Replace operations by their in-place form where that changes only memory.

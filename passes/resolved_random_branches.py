@@ -11,8 +11,6 @@ from __future__ import annotations
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.resolved_branches import RESOLVED_RANDOM_BRANCH
 
-__all__ = ["release_resolved_random_branches"]
-
 
 def release_resolved_random_branches(joint: JointGraph) -> JointGraph:
     """Drop the readers; from here on draws need none."""

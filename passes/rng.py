@@ -17,8 +17,6 @@ from roundpipe_fx.analysis.recomputation import state_bytes
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_seeded, tensor_values
 from roundpipe_fx.torch_private import run_and_save_rng_state, run_with_rng_state
 
-__all__ = ["replay_rng"]
-
 
 def replay_rng(joint: JointGraph, costs: CostModel) -> JointGraph:
     """Replace every seeded operation that is recomputed by the form that saves the state, and its copies by the

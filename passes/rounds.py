@@ -9,8 +9,6 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.segment import StageCut
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 
-__all__ = ["cut_rounds"]
-
 
 def cut_rounds(joint: JointGraph, rounds: RoundPipePartition) -> tuple[JointGraph, list[StageCut]]:
     """Mark every computing node with its slot.

@@ -18,8 +18,6 @@ from roundpipe_fx.analysis.tiling import RowSlice, row_slice_of
 from roundpipe_fx.ir.graph_edit import inherit_origin
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_view, tensor_values
 
-__all__ = ["slice_narrow_values"]
-
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 

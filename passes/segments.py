@@ -28,8 +28,6 @@ from roundpipe_fx.ir.segment import Segment
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.torch_private import size_hint
 
-__all__ = ["cut_segments", "inside_tuple"]
-
 _NEAR_NARROWEST = 1.25
 _LARGEST_SHARE = 1 / 4
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect, is_seeded
 
-__all__ = ["split_backward"]
-
 
 def split_backward(joint: JointGraph) -> JointGraph:
     """Give phase weight to nodes of the backward that lead only to gradients of parameters.

@@ -18,8 +18,6 @@ from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.schedules.partition import add_stage, partition, run_costs
 from roundpipe_fx.torch_private import PassedThrough
 
-__all__ = ["InvalidStageError", "cut_stages", "positions_of_names", "stages_at_positions", "stages_of_starts"]
-
 _AUTO_SLACK = 1.1
 
 

@@ -23,8 +23,6 @@ from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor, viewed
 from roundpipe_fx.operators.partial_writes import PARTIAL_WRITES, copy_alike
 from roundpipe_fx.torch_private import size_hint
 
-__all__ = ["copy_parts_alone"]
-
 aten = torch.ops.aten
 
 

@@ -23,8 +23,6 @@ from roundpipe_fx.analysis.cost import small_values
 from roundpipe_fx.analysis.fake_results import fake_result, result_tensors, same_dimension_order
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_seeded, is_tensor, is_view
 
-__all__ = ["mark_strided_gradients"]
-
 aten = torch.ops.aten
 
 

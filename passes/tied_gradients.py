@@ -19,8 +19,6 @@ from torch import fx
 
 from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor
 
-__all__ = ["split_tied_gradients"]
-
 
 def split_tied_gradients(joint: JointGraph) -> JointGraph:
     """Return the parts of parameters' gradients instead of their sums."""

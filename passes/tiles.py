@@ -32,8 +32,6 @@ from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call, let_stand_fo
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_tensor, module_path
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["tile_regions"]
-
 aten = torch.ops.aten
 
 

@@ -9,8 +9,6 @@ import torch
 from roundpipe_fx.analysis.cost import workspaces_of
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark
 
-__all__ = ["mark_workspaces"]
-
 
 def mark_workspaces(
     joint: JointGraph,

@@ -29,8 +29,6 @@ from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.save_policy import SavePolicy, recompute_rest
 from roundpipe_fx.torch_private import assumed_sizes, input_sizes, size_hint
 
-__all__ = ["device_of", "emit", "emit_by_policy", "full_of"]
-
 
 def emit_by_policy(
     joint: JointGraph,
@@ -141,6 +139,7 @@ def full_of(setting: Setting) -> int:
 
 
 def roofline_for(setting: Setting) -> Roofline:
+    """The roofline of the device to compile for."""
     return roofline_of(setting.device, setting.options.device_name)
 
 

@@ -18,8 +18,6 @@ from roundpipe_fx.pipeline.steps import steps_of
 from roundpipe_fx.planner.evaluation import ScheduleEvaluation, timed
 from roundpipe_fx.schedules import Timing
 
-__all__ = ["chosen_among", "device_curves"]
-
 _PIECES = 240
 """Number of pieces that the curve of a device is given in, at most."""
 _PIECES_OF_ALL = 16_384

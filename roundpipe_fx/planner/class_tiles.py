@@ -18,8 +18,6 @@ from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, online_softmax
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, is_view
 from roundpipe_fx.passes.online_softmax import log_sum_exp_of, write_online
 
-__all__ = ["class_regions", "instead_of_rows", "may_be_quicker", "operations_of", "seconds_of"]
-
 aten = torch.ops.aten
 
 _ABOUT = 0.5

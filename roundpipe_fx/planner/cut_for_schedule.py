@@ -34,8 +34,6 @@ from roundpipe_fx.schedules.balance_offloaded_stages import Weights, balance_off
 from roundpipe_fx.schedules.registry import default_schedule
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition, balance_roundpipe_stages
 
-__all__ = ["CutGraph", "cut_for_schedule", "weight_limits"]
-
 _WEIGHT_SHARES = (1 / 2, 1 / 4, 1 / 8)
 """Shares of the budget for an offloaded model's weights and their gradients; the rest is for computed values."""
 _AVERAGED_BYTES = 1 << 24

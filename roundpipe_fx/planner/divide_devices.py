@@ -29,8 +29,6 @@ from roundpipe_fx.schedules import SCHEDULES, ScheduleSpec
 from roundpipe_fx.schedules.one_f_one_b import ONE_F_ONE_B
 from roundpipe_fx.torch_private import PassedThrough
 
-__all__ = ["NoDivisionError", "divisions_of", "lower_divided", "pipelining_of"]
-
 log = logging.getLogger(__name__)
 
 _ESTIMATED = 48

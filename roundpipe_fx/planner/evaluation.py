@@ -22,8 +22,6 @@ from roundpipe_fx.remat.save_policy import SavePolicy
 from roundpipe_fx.schedules import Timing
 from roundpipe_fx.schedules.choose_offloads import OffloadRule
 
-__all__ = ["Candidate", "Evaluation", "ScheduleEvaluation", "Space", "evaluated", "quickest", "timed"]
-
 T = TypeVar("T", bound=Lowered | LoweredPipeline, covariant=True)
 E = TypeVar("E", bound="Evaluation[Lowered | LoweredPipeline]")
 

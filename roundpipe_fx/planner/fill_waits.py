@@ -17,8 +17,6 @@ from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.early import EarlyChoices, early_at, early_choices
 from roundpipe_fx.schedules import ActionKind, StageGraph, StepCosts
 
-__all__ = ["with_waits_filled"]
-
 _LONGER = 1e-9
 """Share of a makespan by which rounding may change it."""
 _MOST_FILLED = 3

@@ -29,8 +29,6 @@ from roundpipe_fx.planner.evaluation import E, Space
 from roundpipe_fx.planner.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.remat.choose import Bottleneck, Unmet
 
-__all__ = ["Kind", "Kinds", "Tiles", "by_kind", "first_tiles", "names_of"]
-
 _ROWS = 128
 """A tile begins with at least so many rows: matrix products with fewer are slower."""
 _CLASSES = 1024

@@ -15,8 +15,6 @@ from roundpipe_fx.remat.options_on_host import SegmentOnHost, any_fits, decision
 from roundpipe_fx.remat.schedule import RematChoice
 from roundpipe_fx.remat.segment_chain import SaveOption, remat_choice_of
 
-__all__ = ["LinkPrices"]
-
 
 class LinkPrices:
     """What is saved, by the price of the link.

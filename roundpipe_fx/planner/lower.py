@@ -37,9 +37,6 @@ from roundpipe_fx.remat.save_policy import SavePolicy, save_all, save_stage_inpu
 from roundpipe_fx.runtime.library_memory import expected_library_bytes
 from roundpipe_fx.torch_private import input_sizes
 
-__all__ = ["SAVE_POLICIES", "asked_budget", "bounded_in_bytes", "lower", "prepare"]
-
-
 SAVE_POLICIES: Mapping[str, SavePolicy] = {"none": save_all, "full": save_stage_inputs}
 
 

@@ -53,8 +53,6 @@ from roundpipe_fx.remat.save_policy import SavePolicy, save_slot_inputs
 from roundpipe_fx.schedules import SCHEDULES, ScheduleSpec
 from roundpipe_fx.schedules.registry import default_schedule
 
-__all__ = ["lower_pipeline"]
-
 log = logging.getLogger(__name__)
 
 _VARIANTS = {"always": ("full", "full"), "never": ("none", "none"), "except_last": ("full", "none")}

@@ -22,8 +22,6 @@ from roundpipe_fx.schedules import simulate_time
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
 from roundpipe_fx.schedules.offloads import offloads_at_distance
 
-__all__ = ["may_leave_unasked", "quickest_offloaded", "with_offloads"]
-
 _DISTANCES = (1, 2, 4)
 """Numbers of actions beside which values are copied; without any, a device waits for each copy."""
 _STEP = 2.0

@@ -36,8 +36,6 @@ from roundpipe_fx.remat.least_bytes import least_bytes
 from roundpipe_fx.remat.schedule import remat_schedule
 from roundpipe_fx.schedules.choose_offloads import OffloadRule
 
-__all__ = ["PROGRAMS", "following_rotor"]
-
 log = logging.getLogger(__name__)
 
 _REPLANNING = "the programs exceed the budget by %d bytes more than was planned; replanning"

@@ -12,8 +12,6 @@ from roundpipe_fx.remat.in_flight import SegmentRun
 from roundpipe_fx.schedules import ActionKind, Timing
 from roundpipe_fx.schedules.timetable import NUMBER
 
-__all__ = ["microbatches_in_flight", "runs_of"]
-
 
 def runs_of(timing: Timing, cuts: Sequence[StageCut]) -> list[SegmentRun]:
     """Runs of stages that are bound to the same devices.

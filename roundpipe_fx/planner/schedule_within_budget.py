@@ -47,8 +47,6 @@ from roundpipe_fx.remat.schedule import RematChoice, remat_schedule
 from roundpipe_fx.remat.segment_chain import chain_of
 from roundpipe_fx.schedules import simulate_time
 
-__all__ = ["within_budget"]
-
 
 def within_budget(
     cut: CutGraph,

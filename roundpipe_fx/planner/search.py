@@ -33,8 +33,6 @@ from roundpipe_fx.planner.kinds_of_regions import Kinds, Tiles, names_of
 from roundpipe_fx.planner.tile_more import tile_more
 from roundpipe_fx.remat.choose import Unmet
 
-__all__ = ["cut_finer", "search"]
-
 log = logging.getLogger(__name__)
 
 _WORTH = 0.02

@@ -23,8 +23,6 @@ from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.remat.least_bytes import bytes_of_operation
 from roundpipe_fx.schedules.partition import partition, run_costs
 
-__all__ = ["SegmentCosts", "segment_costs"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentCosts:

@@ -21,8 +21,6 @@ from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.options_in_tiles import ChainInTiles, join, tiled_segments
 from roundpipe_fx.remat.segment_chain import chain_of
 
-__all__ = ["tilings_by_segment"]
-
 _Numbers: TypeAlias = tuple[int, ...]
 """By region, the number of tiles; 1: as a whole."""
 

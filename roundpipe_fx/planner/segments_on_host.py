@@ -21,8 +21,6 @@ from roundpipe_fx.schedules import ActionKind, StepCosts, Timing
 from roundpipe_fx.schedules.offloads import offloads_at_distance
 from roundpipe_fx.schedules.timetable import NUMBER
 
-__all__ = ["segments_on_host"]
-
 _BESIDE = 1
 """Number of actions beside which values are assumed to be copied."""
 

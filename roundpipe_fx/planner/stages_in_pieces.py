@@ -20,8 +20,6 @@ from roundpipe_fx.pipeline.lowered_pipeline import has_host
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.schedules import ScheduleSpec
 
-__all__ = ["may_be_in_pieces", "pieces_of"]
-
 _MOST = 64
 """Pieces of all stages: each takes a call for each microbatch."""
 

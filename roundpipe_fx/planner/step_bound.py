@@ -40,8 +40,6 @@ from roundpipe_fx.schedules.sharding import ShardedCosts, gaps_of, padded_bytes
 from roundpipe_fx.schedules.step_costs import device_orders
 from roundpipe_fx.schedules.timetable import NUMBER
 
-__all__ = ["Bound", "Division", "StepBounds"]
-
 _ROUNDING = 1e-9
 """Share of a bound by which sums in another order may differ."""
 _MOST_SIMULATED = 20_000

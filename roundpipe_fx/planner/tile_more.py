@@ -23,8 +23,6 @@ from roundpipe_fx.planner.evaluation import E, Space
 from roundpipe_fx.planner.kinds_of_regions import Kind, Kinds, Tiles
 from roundpipe_fx.remat.choose import Unmet, refusal
 
-__all__ = ["tile_down", "tile_more"]
-
 _GAIN = 0.999
 """More tiles are worth it if they lower the peak to this share at most."""
 

@@ -27,8 +27,6 @@ from roundpipe_fx.remat.choose import Chosen, Unmet, unmet_by
 from roundpipe_fx.remat.frontier_plans import Noted
 from roundpipe_fx.remat.several_calls import search_for_step
 
-__all__ = ["plans_in_tiles"]
-
 _TILINGS = 8
 """So many of the tiles that the chain of segments finds best are looked at, spread over all amounts of memory."""
 

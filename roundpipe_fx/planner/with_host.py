@@ -18,8 +18,6 @@ from roundpipe_fx.planner.evaluation import Candidate, Evaluation
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.torch_private import offload_operators
 
-__all__ = ["TRIED", "has_host", "host_room", "least_recomputed", "stage_starts"]
-
 _SHARE = 0.8
 """Of the memory that the host has available, if no ``host_budget`` is given."""
 TRIED = 12

@@ -10,8 +10,6 @@ from typing import Any
 
 from roundpipe_fx.analysis.operations import OperationGraph, RecomputeRecipe
 
-__all__ = ["shape_of_backward"]
-
 
 def shape_of_backward(
     graph: OperationGraph, segment: int, entering: Collection[int], lasting: Collection[int]

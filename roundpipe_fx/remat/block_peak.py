@@ -12,8 +12,6 @@ from collections.abc import Collection, Sequence
 from roundpipe_fx.analysis.operations import OperationGraph, PlannedOp
 from roundpipe_fx.analysis.recomputation import Form
 
-__all__ = ["BlockPeak"]
-
 
 class BlockPeak:
     """Called with positions of steps, in which one that runs twice is listed twice, it returns the most bytes alive.

@@ -17,8 +17,6 @@ from roundpipe_fx.remat.alike import shape_of_backward
 from roundpipe_fx.remat.reduce_peak import MAX_REMAT_LEVEL, PeakReducer
 from roundpipe_fx.remat.schedule import PlannedSchedule, RematChoice, just_in_time
 
-__all__ = ["Block", "Blocks", "planned_schedule"]
-
 
 @dataclass(frozen=True)
 class Block:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ChainStage", "ChainStageOption", "Decision", "SegmentChain"]
-
 
 @dataclass(frozen=True)
 class ChainStageOption:

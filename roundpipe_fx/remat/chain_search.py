@@ -22,23 +22,6 @@ from roundpipe_fx.remat.schedule import Peak, PlannedSchedule, RematChoice, simu
 from roundpipe_fx.remat.segment_chain import SaveOption, chain_of, remat_choice_of
 from roundpipe_fx.remat.solve_chain import Solution, solve_chain
 
-__all__ = [
-    "FINE_SLOTS",
-    "NESTED_SHARE",
-    "ParetoPoint",
-    "SearchResult",
-    "SimulatedSchedule",
-    "best_of",
-    "everything_kept",
-    "levels",
-    "most_kept",
-    "nested_slots",
-    "refine",
-    "search",
-    "spread",
-    "work_out",
-]
-
 T = TypeVar("T")
 
 FINE_SLOTS = 1000

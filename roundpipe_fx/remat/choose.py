@@ -15,8 +15,6 @@ from roundpipe_fx.remat.schedule import RematChoice, simulate
 from roundpipe_fx.remat.several_calls import search_for_step
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["Bottleneck", "Chosen", "Unmet", "choices", "choose", "refusal", "unmet_by"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:

@@ -16,8 +16,6 @@ from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.ir.joint_graph import is_seeded
 from roundpipe_fx.remat.schedule import PlannedOp, PlannedSchedule, peaks_by_stage
 
-__all__ = ["EarlyChoices", "early_at", "early_choices", "early_within"]
-
 EarlyChoices = Mapping[int, list[frozenset[int]]]
 """By stage, sets of steps that may run early, in increasing order, as positions among the schedule's steps."""
 

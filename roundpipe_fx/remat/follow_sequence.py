@@ -21,8 +21,6 @@ from roundpipe_fx.remat.sequences.algorithms import make_sequence
 from roundpipe_fx.remat.sequences.layer_costs import Chain
 from roundpipe_fx.remat.sequences.sequence import Backward, ForwardCheck, ForwardEnable, Sequence
 
-__all__ = ["Fitted", "as_autograd_runs", "chain_of_segments", "fit_sequence"]
-
 
 @dataclass(frozen=True)
 class Fitted:

@@ -18,8 +18,6 @@ from typing import Any
 from roundpipe_fx.analysis.minimum_cut import CAPACITY, SINK, SOURCE, UNCUTTABLE, Arc, minimum_cut
 from roundpipe_fx.analysis.operations import OperationGraph, RecomputeRecipe
 
-__all__ = ["Saving", "frontier"]
-
 
 @dataclass(frozen=True)
 class Saving:

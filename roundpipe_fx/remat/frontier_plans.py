@@ -23,8 +23,6 @@ from roundpipe_fx.remat.schedule import levels_of_schedule
 from roundpipe_fx.remat.several_calls import search_for_step
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["Noted", "alternatives_of"]
-
 _PIECES = 800
 """Number of pieces that the curve of a plan is given in, at most."""
 

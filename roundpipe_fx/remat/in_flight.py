@@ -24,8 +24,6 @@ from roundpipe_fx.remat.schedule import RematChoice
 from roundpipe_fx.remat.segment_chain import SaveOption, remat_choice_of
 from roundpipe_fx.remat.solve_chain import Solution, solve_chain
 
-__all__ = ["SegmentRun", "points_of_run", "together"]
-
 _MOST = 32
 """Maximum number of points of a run to choose from."""
 _LEVELS = 24

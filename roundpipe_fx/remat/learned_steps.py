@@ -15,8 +15,6 @@ from roundpipe_fx.analysis.step_of_calls import Footprint, NotedStep, StepNeeds,
 from roundpipe_fx.budget import Found, Infeasible, Result, bytes_text
 from roundpipe_fx.remat.several_graphs import FittedGraphs, fit_graphs, ladder_of
 
-__all__ = ["LearnedSteps", "StepBudgetWarning"]
-
 _MOST = 16
 """Kinds of steps that are planned for."""
 

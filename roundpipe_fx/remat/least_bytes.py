@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from roundpipe_fx.analysis.operations import Operation, OperationGraph
 from roundpipe_fx.remat.schedule import name_of
 
-__all__ = ["LeastBytes", "bytes_of_operation", "least_bytes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LeastBytes:

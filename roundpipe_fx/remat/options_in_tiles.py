@@ -21,8 +21,6 @@ from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, SegmentChain
 from roundpipe_fx.remat.chain_search import FINE_SLOTS, levels
 from roundpipe_fx.remat.solve_chain import solve_chain
 
-__all__ = ["ChainInTiles", "JoinedChain", "join", "tiled_segments"]
-
 _BEYOND = 1.1
 """Solutions that need up to so many times the budget are considered: plans often need less than the chain counts."""
 

@@ -29,8 +29,6 @@ from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, Seg
 from roundpipe_fx.remat.chain_search import FINE_SLOTS, levels
 from roundpipe_fx.remat.solve_chain import solve_chain
 
-__all__ = ["ChainOnHost", "SegmentOnHost", "any_fits", "decisions_at_price"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentOnHost:

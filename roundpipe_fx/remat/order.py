@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from roundpipe_fx.analysis.liveness import Event
 
-__all__ = ["order_events"]
-
 _WIDTH = 3
 _LOOKED_AT = 2
 """Expand at most this many candidates per partial order."""

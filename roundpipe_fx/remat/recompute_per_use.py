@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 
 from roundpipe_fx.analysis.operations import PlannedOp
 
-__all__ = ["recompute_per_use"]
-
 _LONGEST = 400
 """Blocks whose full expansion exceeds this many steps are skipped."""
 

@@ -18,8 +18,6 @@ from roundpipe_fx.remat.order import order_events
 from roundpipe_fx.remat.recompute_per_use import recompute_per_use
 from roundpipe_fx.remat.schedule import backward_events
 
-__all__ = ["MAX_REMAT_LEVEL", "PeakReducer"]
-
 MAX_REMAT_LEVEL = 4
 """How many levels there are beyond the first, and one more where everything is recomputed per use."""
 _TRIES = 8

@@ -5,8 +5,6 @@ from __future__ import annotations
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.remat.frontier import Saving
 
-__all__ = ["within_regions"]
-
 
 def within_regions(graph: OperationGraph, frontiers: list[list[Saving]]) -> list[list[Saving]]:
     """Leave out options that save more of a region than its budget allows.

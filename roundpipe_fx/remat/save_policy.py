@@ -31,8 +31,6 @@ from roundpipe_fx.ir.joint_graph import (
     viewed,
 )
 
-__all__ = ["SavePolicy", "recompute_rest", "save_all", "save_slot_inputs", "save_stage_inputs"]
-
 SavePolicy = Callable[[JointGraph], Collection[fx.Node]]
 """Forward values (no tuples) of a graph with stages that may be saved."""
 

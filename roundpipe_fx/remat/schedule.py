@@ -19,22 +19,6 @@ from roundpipe_fx.analysis.remat_schedule import BackwardOp, RematBlock, RematSc
 from roundpipe_fx.analysis.step_of_calls import Footprint, footprint_of
 from roundpipe_fx.ir.joint_graph import Phase
 
-__all__ = [
-    "Peak",
-    "PlannedSchedule",
-    "RematChoice",
-    "backward_events",
-    "footprint",
-    "just_in_time",
-    "levels_of_schedule",
-    "name_of",
-    "peak_of_forward",
-    "peaks_by_stage",
-    "remat_schedule",
-    "simulate",
-]
-
-
 _SHOWN = 6
 _LOSS = -2
 """Stands for the storages of a loss outside and its gradient."""

@@ -23,8 +23,6 @@ from roundpipe_fx.remat.reduce_peak import MAX_REMAT_LEVEL
 from roundpipe_fx.remat.regions import within_regions
 from roundpipe_fx.remat.schedule import RematChoice, just_in_time, peak_of_forward
 
-__all__ = ["SaveOption", "chain_of", "remat_choice_of", "storages_live_across"]
-
 
 @dataclass(frozen=True)
 class SaveOption:

@@ -23,8 +23,6 @@ from roundpipe_fx.remat.in_flight import SegmentRun, points_of_run
 from roundpipe_fx.remat.schedule import simulate
 from roundpipe_fx.remat.segment_chain import chain_of
 
-__all__ = ["candidates_for_step", "search_for_step"]
-
 _JUDGED = 12
 """Number of the solutions for several calls that are simulated."""
 

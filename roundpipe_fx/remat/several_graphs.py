@@ -19,8 +19,6 @@ from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.schedule import footprint
 from roundpipe_fx.remat.several_calls import candidates_for_step
 
-__all__ = ["FittedGraphs", "GraphPlan", "fit_graphs", "ladder_of"]
-
 _LEVELS = 16
 _ROUNDS = 3
 """Number of rounds in which each graph's plan is revised for a lower peak."""

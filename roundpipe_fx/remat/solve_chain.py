@@ -45,8 +45,6 @@ from numpy.typing import NDArray
 from roundpipe_fx.console.progress import progress
 from roundpipe_fx.remat.chain import ChainStage, Decision, SegmentChain
 
-__all__ = ["Solution", "solve_chain"]
-
 _MOST_PLACES = 24
 """Default maximum number of later stages to run on to that are considered at each stage, evenly spread."""
 

@@ -18,8 +18,6 @@ from torch import fx
 from roundpipe_fx.runtime.compiled_loops import Boxed
 from roundpipe_fx.torch_private import ForkedLock, graph_module
 
-__all__ = ["by_arrival", "is_expanded"]
-
 
 def is_expanded(value: Any) -> bool:
     """Test for a tensor whose every element is the same memory."""

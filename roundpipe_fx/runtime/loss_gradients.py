@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["DECOMPOSITIONS"]
-
 _MEAN = 1
 
 

@@ -29,8 +29,6 @@ from roundpipe_fx.remat.sequences.sequence import (
 )
 from roundpipe_fx.remat.solve_chain import solve_chain
 
-__all__ = ["ALGORITHMS", "every_segment", "make_sequence", "no_checkpoint", "periodic", "persistent"]
-
 
 def persistent(chain: Chain, limit: int, slots: int = 500) -> Sequence:
     """The fastest persistent sequence whose peak is within a limit.

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from roundpipe_fx.remat.sequences.layer_costs import Chain
 
-__all__ = ["Backward", "ForwardCheck", "ForwardEnable", "ForwardNograd", "Loss", "Sequence", "SequenceOperation"]
-
 
 @dataclass(frozen=True)
 class ForwardEnable:
