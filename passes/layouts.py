@@ -38,15 +38,7 @@ from torch import fx
 from roundpipe_fx.analysis.cost import layout_of, lies_plainly, note_sparse_bytes, real_values, results_on_host
 from roundpipe_fx.analysis.fake_results import fake_result, result_tensors, same_dimension_order
 from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call
-from roundpipe_fx.ir.joint_graph import (
-    JointGraph,
-    has_tag,
-    input_nodes,
-    is_tensor,
-    storages,
-    tensor_values,
-    viewed,
-)
+from roundpipe_fx.ir.joint_graph import JointGraph, has_tag, input_nodes, is_tensor, storages, tensor_values, viewed
 from roundpipe_fx.torch_private import tree_map_only
 
 aten = torch.ops.aten

@@ -11,14 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from roundpipe_fx.analysis.step_of_calls import (
-    Footprint,
-    NotedCall,
-    NotedEvent,
-    NotedStep,
-    StepNeeds,
-    peak_of_step,
-)
+from roundpipe_fx.analysis.step_of_calls import Footprint, NotedCall, NotedEvent, NotedStep, StepNeeds, peak_of_step
 from roundpipe_fx.budget import Found, Infeasible, Result
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.ir.joint_graph import JointGraph

@@ -19,15 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from roundpipe_fx.ir.joint_graph import (
-    JointGraph,
-    Mark,
-    Phase,
-    has_side_effect,
-    input_nodes,
-    is_seeded,
-    module_path,
-)
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_seeded, module_path
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.torch_private import graph_module, module_path_text
 

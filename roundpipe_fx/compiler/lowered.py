@@ -14,11 +14,7 @@ from roundpipe_fx.analysis.allocator_histories import histories_of
 from roundpipe_fx.analysis.caching_allocator import CachingAllocator, History
 from roundpipe_fx.analysis.outside_loss import returned_view_bytes
 from roundpipe_fx.analysis.program_events import Course, course_of
-from roundpipe_fx.analysis.simulator import (
-    allocation_granularity,
-    footprint_of_course,
-    peak_of_course,
-)
+from roundpipe_fx.analysis.simulator import allocation_granularity, footprint_of_course, peak_of_course
 from roundpipe_fx.analysis.step_of_calls import Footprint
 from roundpipe_fx.codegen import Program, StageModule
 from roundpipe_fx.compiler.plan_cache import Recalled

@@ -16,14 +16,7 @@ from roundpipe_fx.ir.decisions import PlannedDivision
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.pipeline.settings import Pipelining, Structure
 from roundpipe_fx.pipeline.steps import Steps, copied_bytes, sharded_costs, step_costs, steps_of
-from roundpipe_fx.schedules import (
-    Schedule,
-    StageGraph,
-    StepCosts,
-    Timing,
-    simulate_time,
-    validate,
-)
+from roundpipe_fx.schedules import Schedule, StageGraph, StepCosts, Timing, simulate_time, validate
 from roundpipe_fx.schedules.building import make_schedule
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
 from roundpipe_fx.schedules.data_parallel import TOGETHER_BYTES, DataParallel, aligned_bytes

@@ -12,11 +12,7 @@ from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.same_segments import OperationKey
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory
-from roundpipe_fx.schedules import (
-    SCHEDULES,
-    Schedule,
-    ScheduleSpec,
-)
+from roundpipe_fx.schedules import SCHEDULES, Schedule, ScheduleSpec
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 from roundpipe_fx.schedules.spec import given_spec
 

@@ -18,13 +18,7 @@ from roundpipe_fx.compiler.operations_in_tiles import summed, tiled
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.tile_loop import TileLoop
-from roundpipe_fx.planner.class_tiles import (
-    class_regions,
-    instead_of_rows,
-    may_be_quicker,
-    operations_of,
-    seconds_of,
-)
+from roundpipe_fx.planner.class_tiles import class_regions, instead_of_rows, may_be_quicker, operations_of, seconds_of
 from roundpipe_fx.planner.evaluation import E, Space
 from roundpipe_fx.planner.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.remat.choose import Bottleneck, Unmet

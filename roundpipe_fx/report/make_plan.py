@@ -24,13 +24,7 @@ from roundpipe_fx.analysis.memory_timeline import memory_timeline
 from roundpipe_fx.analysis.simulator import peak_of_course, worst_history
 from roundpipe_fx.codegen import Program, StageModule, own_nodes
 from roundpipe_fx.compiler.lowered import Lowered, course_of_programs, trained_inputs
-from roundpipe_fx.compiler.planned_values import (
-    ValueCosts,
-    allocating,
-    hoist_reason,
-    planned_tiles,
-    planned_values,
-)
+from roundpipe_fx.compiler.planned_values import ValueCosts, allocating, hoist_reason, planned_tiles, planned_values
 from roundpipe_fx.ir.decisions import PlannedStage
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values
 from roundpipe_fx.ir.segment import Segment, StageCut

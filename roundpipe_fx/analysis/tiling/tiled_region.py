@@ -30,13 +30,7 @@ from torch import fx
 from roundpipe_fx.analysis.tiling.growth import Growth
 from roundpipe_fx.analysis.tiling.linear import proportional
 from roundpipe_fx.analysis.tiling.rows import Described, Rows, elements
-from roundpipe_fx.ir.joint_graph import (
-    JointGraph,
-    Mark,
-    Phase,
-    is_tensor,
-    is_view,
-)
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, is_view
 
 aten = torch.ops.aten
 
