@@ -33,7 +33,7 @@ from roundpipe_fx.distributed.layout import dense
 from roundpipe_fx.distributed.sharded_parameters import ShardedParameter
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
-from roundpipe_fx.schedules.data_parallel import aligned_bytes, together
+from roundpipe_fx.schedules.data_parallel import aligned_bytes, reduced_together
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def reductions_of(
         groups = [
             tuple(keys[place] for place in places)
             for (dtype, is_sharded), keys in kinds.items()
-            for places in together([parameters[key].numel() * dtype.itemsize for key in keys], is_sharded)
+            for places in reduced_together([parameters[key].numel() * dtype.itemsize for key in keys], is_sharded)
         ]
         reductions += [
             GradientReduction(place=bucket.place, keys=keys, waits=bool(sharded) and keys is groups[0])

@@ -41,7 +41,7 @@ from roundpipe_fx.planner.runs import runs_of
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain_search import ParetoPoint, SimulatedSchedule, everything_kept, most_kept, work_out
 from roundpipe_fx.remat.choose import Bottleneck, Chosen, Unmet
-from roundpipe_fx.remat.in_flight import SegmentRun, points_of_run, together
+from roundpipe_fx.remat.in_flight import SegmentRun, as_one_choice, points_of_run
 from roundpipe_fx.remat.save_policy import SavePolicy
 from roundpipe_fx.remat.schedule import RematChoice, remat_schedule
 from roundpipe_fx.remat.segment_chain import chain_of
@@ -347,7 +347,7 @@ class _Levels:
             level = max(levels[device] for device in run.devices)
             point = round((level - 1) * (len(points) - 1) / max(self.last - 1, 1)) if level else 0
             choices.append(points[point].choice())
-        return together(choices)
+        return as_one_choice(choices)
 
 
 def _refusal(allowed: int, minimum: int, structure: Structure, pipelining: Pipelining) -> Unmet:

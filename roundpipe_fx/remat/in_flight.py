@@ -115,7 +115,7 @@ def _points(
     return points
 
 
-def together(choices: list[RematChoice]) -> RematChoice:
+def as_one_choice(choices: list[RematChoice]) -> RematChoice:
     """Choices for different segments as one."""
     return RematChoice(
         frozenset().union(*(choice.kept for choice in choices)),

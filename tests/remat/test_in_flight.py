@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, SegmentChain
 from roundpipe_fx.remat.chain_search import work_out
-from roundpipe_fx.remat.in_flight import SegmentRun, points_of_run, together
+from roundpipe_fx.remat.in_flight import SegmentRun, as_one_choice, points_of_run
 from roundpipe_fx.remat.schedule import PlannedOp, PlannedSchedule
 from roundpipe_fx.remat.segment_chain import chain_of
 from roundpipe_fx.remat.solve_chain import solve_chain
@@ -95,11 +95,11 @@ def test_choices_of_parts_are_one_choice() -> None:
     middle = graph.segments // 2
     runs = [SegmentRun(0, middle, frozenset([0]), 4), SegmentRun(middle, graph.segments, frozenset([1]), 2)]
     ladders = [points_of_run(graph, chain, save_options, run) for run in runs]
-    recomputing = work_out(blocks, together([ladders[0][-1].choice(), ladders[1][0].choice()]))
+    recomputing = work_out(blocks, as_one_choice([ladders[0][-1].choice(), ladders[1][0].choice()]))
     assert all(graph.segment_of[step.operation.makes[0]] < middle for step in _again(recomputing.schedule)), (
         "only one recomputes per use"
     )
-    assert 0 < recomputing.seconds < work_out(blocks, together([own[-1].choice() for own in ladders])).seconds
+    assert 0 < recomputing.seconds < work_out(blocks, as_one_choice([own[-1].choice() for own in ladders])).seconds
 
 
 def _again(schedule: PlannedSchedule) -> list[PlannedOp]:
