@@ -262,12 +262,14 @@ def _check_host_syncs(references: References, left: Left, way: Mapping[str, Any]
 
 
 def _asked_by(references: References, place: int) -> int:
-    """Host synchronizations that a step may have: as many as eager, and what Dynamo's guards read."""
+    """Host synchronizations that a step may have: as many as eager, and what Dynamo's guards read; or as many as
+    ``aot_eager``, whose backward also computes what eager's autograd sees that nobody needs."""
     eager = references.eager[place].asked
     assert eager is not None
-    guards = references.aot[place].asked
-    reads = sum(asked.get("aten._local_scalar_dense", 0) for asked in guards or ())
-    return _total(eager) + max(0, reads - sum(asked.get("aten._local_scalar_dense", 0) for asked in eager))
+    traced = references.aot[place].asked
+    reads = sum(asked.get("aten._local_scalar_dense", 0) for asked in traced or ())
+    guards = max(0, reads - sum(asked.get("aten._local_scalar_dense", 0) for asked in eager))
+    return max(_total(eager) + guards, 0 if traced is None else _total(traced))
 
 
 def _total(asked: tuple[dict[str, int], dict[str, int]]) -> int:
