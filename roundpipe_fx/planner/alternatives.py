@@ -52,12 +52,12 @@ def chosen_among(
 
 def _with_own_modules(attempt: ScheduleEvaluation) -> LoweredPipeline:
     """An attempt's pipeline, in whose stage modules values have its own names."""
-    main = attempt.plan.main
+    main = attempt.emitted.main
     if attempt.emit is None:
-        return attempt.plan
+        return attempt.emitted
     lowered = attempt.emit()
     variant = dataclasses.replace(main, lowered=lowered, steps=steps_of(lowered))
-    return dataclasses.replace(attempt.plan, main=variant, last=variant)
+    return dataclasses.replace(attempt.emitted, main=variant, last=variant)
 
 
 def _alternatives(chosen: ScheduleEvaluation, frontier: Sequence[ScheduleEvaluation]) -> Alternatives:
@@ -72,7 +72,7 @@ def _alternatives(chosen: ScheduleEvaluation, frontier: Sequence[ScheduleEvaluat
         return tuple(numbers[name] for name in nodes)
 
     def told(attempt: ScheduleEvaluation) -> Alternative:
-        joint = attempt.plan.main.lowered.joint
+        joint = attempt.emitted.main.lowered.joint
         recomputed = recomputed_nodes(joint)
         return Alternative(
             bytes=attempt.peak,

@@ -46,14 +46,14 @@ class Evaluation(Generic[T]):
 
     Attributes:
         candidate: the decisions.
-        plan: what was emitted for them.
+        emitted: the programs, or the pipeline.
         peaks: bytes of each device.
         seconds: modelled, of a step.
         recompute_seconds: modelled, of recomputation for a microbatch.
     """
 
     candidate: Candidate
-    plan: T
+    emitted: T
     peaks: tuple[int, ...]
     seconds: float
     recompute_seconds: float
@@ -91,7 +91,7 @@ def evaluated(
     timing = plan.predict(plan.pipelining.microbatches)
     return ScheduleEvaluation(
         candidate=candidate,
-        plan=plan,
+        emitted=plan,
         peaks=tuple(timing.peak_bytes),
         seconds=timing.makespan,
         recompute_seconds=plan.main.lowered.recompute_seconds,
@@ -109,7 +109,7 @@ def timed(evaluation: ScheduleEvaluation, plan: LoweredPipeline, timing: Timing)
         timing: of its schedule.
     """
     peaks = tuple(timing.peak_bytes)
-    return dataclasses.replace(evaluation, plan=plan, timing=timing, peaks=peaks, seconds=timing.makespan)
+    return dataclasses.replace(evaluation, emitted=plan, timing=timing, peaks=peaks, seconds=timing.makespan)
 
 
 def quickest(evaluations: Iterable[E], limit: int) -> E | None:

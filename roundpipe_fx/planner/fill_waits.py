@@ -85,7 +85,7 @@ def _makespan_if_early(attempt: ScheduleEvaluation, choices: EarlyChoices, micro
     """The makespan if each stage ran everything that may be early in its recompute module, regardless of memory."""
     assert isinstance(attempt.candidate.saved, Chosen)
     steps = [step for _, block in attempt.candidate.saved.candidate.schedule.backward for step in block]
-    main = attempt.plan.main
+    main = attempt.emitted.main
     seconds, reads = dict(main.costs.seconds), dict(main.steps.graph.reads)
     for stage, of_stage in choices.items():
         early = sum(steps[place].seconds or steps[place].operation.seconds for place in of_stage[-1])
@@ -98,4 +98,4 @@ def _makespan_if_early(attempt: ScheduleEvaluation, choices: EarlyChoices, micro
     graph = StageGraph(reads, main.steps.graph.carried)
     costs = StepCosts(seconds=seconds, transfer_seconds=main.costs.transfer_seconds)
     variant = dataclasses.replace(main, steps=dataclasses.replace(main.steps, graph=graph), costs=costs)
-    return dataclasses.replace(attempt.plan, main=variant, last=variant).predict(microbatches).makespan
+    return dataclasses.replace(attempt.emitted, main=variant, last=variant).predict(microbatches).makespan

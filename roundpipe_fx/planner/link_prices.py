@@ -39,7 +39,7 @@ class LinkPrices:
         cuts: Sequence[StageCut],
     ) -> None:
         self._graph, self._chain, self._save_options, self._runs = graph, chain, save_options, runs
-        costs = first.plan.main.costs
+        costs = first.emitted.main.costs
         assert costs.host_bandwidth is not None
         self._segments = segments_on_host(first.timing, costs, cuts, chain, runs)
         self._byte_seconds = 1 / costs.host_bandwidth

@@ -114,7 +114,7 @@ def _searched(joint: JointGraph, budget: int | float, setting: Setting) -> Resul
     """The programs of the quickest plan, or what the user is told."""
     result = search(joint, budget, setting, PROGRAMS)
     if isinstance(result, Found):
-        return Found(result.value.plan)
+        return Found(result.value.emitted)
     wants_sizes = setting.options.tiling != "never" and bool(input_sizes(joint.module))
     return Infeasible(minimum=result.minimum, bottleneck=result.bottleneck.text, wants_sizes=wants_sizes)
 

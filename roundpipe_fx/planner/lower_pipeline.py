@@ -126,7 +126,7 @@ def lower_pipeline(
         return Infeasible(minimum=result.minimum, bottleneck=result.bottleneck.text)
     if isinstance(setting.costs, MeasuredCosts):
         setting.costs.save()
-    best, timing = result.value.plan, result.value.timing
+    best, timing = result.value.emitted, result.value.timing
     if pipelining.offloaded:
         check_host_memory(host_memory_of(best, timing, pipelining), host_budget_of(best, pipelining))
     return Found(best)
@@ -278,15 +278,17 @@ def _whole_or_in_pieces(
     def in_pieces() -> Found[ScheduleEvaluation] | Unmet | None:
         limit = budget
         if isinstance(whole, Found) and isinstance(budget, float):  # a share of what whole stages need, as bytes
-            assert whole.value.plan.budget is not None
-            limit = math.ceil(whole.value.plan.budget / setting.share)
+            assert whole.value.emitted.budget is not None
+            limit = math.ceil(whole.value.emitted.budget / setting.share)
         pieces = lower(joint, budget=limit, in_pieces=True)
         if isinstance(pieces, Infeasible):
             return pieces
-        if isinstance(whole, Found) and pieces.value.plan.offload is None:
+        if isinstance(whole, Found) and pieces.value.emitted.offload is None:
             return None
-        plan = dataclasses.replace(pieces.value.plan, allowed=pieces.value.plan.allowed if limit is budget else None)
-        return Found(dataclasses.replace(pieces.value, plan=plan))
+        plan = dataclasses.replace(
+            pieces.value.emitted, allowed=pieces.value.emitted.allowed if limit is budget else None
+        )
+        return Found(dataclasses.replace(pieces.value, emitted=plan))
 
     return cut_finer(whole, in_pieces)
 

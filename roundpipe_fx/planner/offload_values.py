@@ -42,7 +42,7 @@ def may_leave_unasked(attempt: ScheduleEvaluation, pipelining: Pipelining) -> bo
     """
     if pipelining.offloaded:
         return True
-    costs = attempt.plan.main.costs
+    costs = attempt.emitted.main.costs
     if costs.host_bandwidth is None or not pipelining.sends_unasked:
         return False
     may_leave, _ = offloads_at_distance(attempt.timing.schedule, costs, {}, 0)
@@ -66,13 +66,13 @@ def with_offloads(attempt: ScheduleEvaluation, limit: int) -> ScheduleEvaluation
 
 
 def _by_rule(attempt: ScheduleEvaluation, rule: OffloadRule) -> ScheduleEvaluation:
-    timing, costs = attempt.timing, attempt.plan.main.costs
+    timing, costs = attempt.timing, attempt.emitted.main.costs
     if timing.offloads:  # those that leave under any rule
         timing = simulate_time(timing.schedule, timing.graph, costs)
     offloads = offloads_within(timing, costs, {}, rule)
     timing = simulate_time(timing.schedule, timing.graph, costs, offloads=offloads)
     sent = dataclasses.replace(attempt, candidate=dataclasses.replace(attempt.candidate, sent=rule))
-    return timed(sent, dataclasses.replace(attempt.plan, offload=rule), timing)
+    return timed(sent, dataclasses.replace(attempt.emitted, offload=rule), timing)
 
 
 def quickest_offloaded(
@@ -101,7 +101,7 @@ def quickest_offloaded(
         beyond, seconds = _cost(attempt, limit)
         on_host = 0
         if host_budget is not None:
-            needed = host_memory_of(attempt.plan, attempt.timing, pipelining).total
+            needed = host_memory_of(attempt.emitted, attempt.timing, pipelining).total
             on_host = max(needed - host_budget, 0)
         return beyond, on_host, seconds
 

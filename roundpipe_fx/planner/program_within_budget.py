@@ -93,7 +93,7 @@ class _CutGraph:
                 break
         return Evaluation(
             candidate=candidate,
-            plan=lowered,
+            emitted=lowered,
             peaks=(lowered.peak.bytes,),
             seconds=sum(lowered.seconds.values()),
             recompute_seconds=lowered.recompute_seconds,
@@ -201,7 +201,7 @@ def following_rotor(joint: JointGraph, setting: Setting) -> Result[Lowered]:
         evaluation = graph.evaluate(Candidate(chosen))
         excess = evaluation.peak - limit
         if excess <= 0:
-            return Found(evaluation.plan)
+            return Found(evaluation.emitted)
         log.info(_REPLANNING, excess)
         margin += excess
 

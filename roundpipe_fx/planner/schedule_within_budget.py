@@ -86,7 +86,7 @@ def within_budget(
         return Found(chosen_among([first], first, limit, allowed))
     runs = runs_of(first.timing, cut.joint.cuts)
     may_leave = may_leave_unasked(first, pipelining)
-    on_host = host_budget_of(first.plan, pipelining) if may_leave or pipelining.offloaded else None
+    on_host = host_budget_of(first.emitted, pipelining) if may_leave or pipelining.offloaded else None
     prices = None
     if may_leave:
         prices = LinkPrices(
@@ -161,7 +161,8 @@ def _with_room_on_host(
     return [
         attempt
         for attempt in attempts
-        if attempt.plan.offload is None or host_memory_of(attempt.plan, attempt.timing, pipelining).total <= budget
+        if attempt.emitted.offload is None
+        or host_memory_of(attempt.emitted, attempt.timing, pipelining).total <= budget
     ]
 
 
@@ -169,7 +170,7 @@ def _within_host(
     fitting: Sequence[ScheduleEvaluation], pipelining: Pipelining, budget: int | None
 ) -> list[ScheduleEvaluation]:
     """The attempts that the host has the memory for; if there is none, the one that needs least of it."""
-    needed = [host_memory_of(attempt.plan, attempt.timing, pipelining).total for attempt in fitting]
+    needed = [host_memory_of(attempt.emitted, attempt.timing, pipelining).total for attempt in fitting]
     if budget is None or not fitting:
         return list(fitting)
     within = [attempt for attempt, bytes_needed in zip(fitting, needed, strict=True) if bytes_needed <= budget]
@@ -178,7 +179,7 @@ def _within_host(
 
 def _with_all_gathered(attempt: ScheduleEvaluation) -> int:
     """Bytes of the device that needs most if sharded parameters are never dropped before their last reader."""
-    costs, timing = attempt.plan.main.costs, attempt.timing
+    costs, timing = attempt.emitted.main.costs, attempt.timing
     kept = gaps(timing.schedule, costs)
     if not kept:
         return attempt.peak
@@ -195,7 +196,7 @@ def _weights(attempt: ScheduleEvaluation, pipelining: Pipelining) -> tuple[int, 
         attempt: any; all run the same stages on the same devices.
         pipelining: the user's.
     """
-    return max(zip(*attempt.plan.bytes_between_steps(attempt.timing.schedule), strict=True), key=sum)
+    return max(zip(*attempt.emitted.bytes_between_steps(attempt.timing.schedule), strict=True), key=sum)
 
 
 def _refused_by_weights(budget: int, held: tuple[int, int], pipelining: Pipelining) -> Unmet:

@@ -60,7 +60,7 @@ def search(
     if isinstance(result, Infeasible):
         return result
     tiles, met = result.value
-    limit = met.plan.budget
+    limit = met.emitted.budget
     if pays and setting.options.tiling == "auto" and limit is not None:
         met = _tile_where_it_pays(kinds, tiles, met, limit)
     return Found(met)
