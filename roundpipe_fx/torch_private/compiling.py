@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["boxed_codegen", "boxed_false", "graph_module", "has_kernel", "inductor", "is_traced", "without_wrapper"]
+__all__ = [
+    "boxed_codegen",
+    "boxed_false",
+    "graph_module",
+    "has_kernel",
+    "inductor",
+    "inductor_decomposition",
+    "is_traced",
+    "without_wrapper",
+]
 
 
 def is_traced() -> bool:
@@ -73,6 +82,30 @@ def inductor(
         ]
         output.meta["user_visible_output_idxs"] = list(range(len(values)))
         return compile_fx_inner(lowered, list(example_inputs), cudagraphs=boxed_false(), is_inference=False)
+
+
+def inductor_decomposition(node: fx.Node) -> fx.Graph:
+    """The operations that Inductor computes an operation with.
+
+    Args:
+        node: calls an operator of PyTorch on fake tensors.
+
+    Returns:
+        a graph with an input for each node that it reads, in order.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    operands = node.all_input_nodes
+    values = [operand.meta["val"] for operand in operands]
+
+    def run(*arguments: Any) -> Any:
+        of = dict(zip(operands, arguments, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), of.__getitem__)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    with torch.no_grad(), values[0].fake_mode:
+        return make_fx(run, decomposition_table=select_decomp_table())(*values).graph
 
 
 def boxed_false() -> Any:
