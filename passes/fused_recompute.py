@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost import tensor_bytes
-from roundpipe_fx.analysis.fusion import dropped_operands, is_fusible
+from roundpipe_fx.analysis.fusion import dropped_operands, is_fusible, is_virtual
 from roundpipe_fx.analysis.minimum_cut import SINK, SOURCE, UNCUTTABLE, Arc, minimum_cut, unit_of
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, tensor_values, viewed
 
@@ -30,6 +30,8 @@ aten = torch.ops.aten
 
 _REPEATED = 32
 """Saving a value may cost as much as repeating so many operations on values of its size."""
+_WRITTEN = 2
+"""So many times its bytes costs a value that takes no memory unless it is saved."""
 _RETURNED = 2
 """What the caller gets is likely to be dropped by it, but not certain to be; so it costs its bytes divided by this."""
 
@@ -67,6 +69,7 @@ def _repeated(joint: JointGraph) -> set[fx.Node]:
         if value in costs:
             continue
         costs[value] = tensor_bytes(tensor_values(value)) // (_RETURNED if value in returned else 1)
+        costs[value] *= _WRITTEN if is_virtual(value, Phase.FORWARD) else 1
         if is_fusible(value) and not joint.mutated_inputs.intersection(input_nodes(value)):
             fusible.add(value)
             pending += _bases(value)

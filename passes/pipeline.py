@@ -456,7 +456,9 @@ def _replays_random(options: Options) -> bool:
 
 def _cut_segments(joint: JointGraph, context: PassContext) -> JointGraph:
     required = [*_named_positions(joint, context.options), *region_bounds(joint)]
-    joint, segments = cut_segments(joint, required, context.updates_whole, context.segment_starts)
+    joint, segments = cut_segments(
+        joint, required, context.updates_whole, context.segment_starts, context.compiler == "inductor"
+    )
     return dataclasses.replace(joint, segments=tuple(segments))
 
 

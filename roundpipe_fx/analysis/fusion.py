@@ -17,9 +17,9 @@ import operator
 import torch
 from torch import fx
 
-from roundpipe_fx.ir.joint_graph import Mark, has_side_effect, has_tag, is_seeded, is_tensor, is_view
+from roundpipe_fx.ir.joint_graph import Mark, Phase, has_side_effect, has_tag, is_seeded, is_tensor, is_view
 
-__all__ = ["dropped_operands", "is_fusible"]
+__all__ = ["dropped_operands", "is_fusible", "is_in_kernel", "is_virtual"]
 
 aten = torch.ops.aten
 
@@ -47,6 +47,37 @@ _FUSIBLE = frozenset(
 )
 """Operators that are fused although they are not tagged as pointwise."""
 
+_REDUCTIONS = frozenset(
+    {
+        aten.all.dim,
+        aten.amax.default,
+        aten.amin.default,
+        aten.any.dim,
+        aten.mean.default,
+        aten.mean.dim,
+        aten.nll_loss2d_forward.default,
+        aten.nll_loss_forward.default,
+        aten.prod.dim_int,
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten.var.correction,
+        aten.var_mean.correction,
+    }
+)
+"""Operators that read their operand inside a kernel, and whose result is computed once."""
+
+_WRITTEN_IN_KERNELS = frozenset(
+    {
+        aten._log_softmax.default,
+        aten._safe_softmax.default,
+        aten._softmax.default,
+        aten.native_batch_norm.default,
+        aten.native_group_norm.default,
+        aten.native_layer_norm.default,
+    }
+)
+"""Operators that are pointwise operations and reductions, of which Inductor makes kernels with what is around them."""
+
 
 def is_fusible(node: fx.Node) -> bool:
     """Test for an operation that may be repeated inside the kernels that read its result.
@@ -62,6 +93,38 @@ def is_fusible(node: fx.Node) -> bool:
         return False
     value = node.meta["val"]
     return value.layout is torch.strided and not is_seeded(node) and not has_side_effect(node)
+
+
+def is_in_kernel(node: fx.Node) -> bool:
+    """Test for an operation that is computed in kernels with what is around it, in place of one of its own.
+
+    Args:
+        node: of an annotated graph.
+    """
+    maker = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return is_fusible(maker) or maker.target in _REDUCTIONS or maker.target in _WRITTEN_IN_KERNELS
+
+
+def is_virtual(node: fx.Node, phase: Phase) -> bool:
+    """Test for a fusible operation that only kernels read in one phase, so that its result takes no memory in it.
+
+    Args:
+        node: of an annotated graph.
+        phase: of the readers.
+    """
+    return is_fusible(node) and _only_kernels_read(node, phase)
+
+
+def _only_kernels_read(node: fx.Node, phase: Phase) -> bool:
+    for user in node.users:
+        if user.op == "output":
+            return False
+        if user.meta.get(Mark.PHASE) is not phase:
+            continue
+        fused = _only_kernels_read(user, phase) if is_view(user) else is_in_kernel(user)
+        if not fused:
+            return False
+    return True
 
 
 def dropped_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:

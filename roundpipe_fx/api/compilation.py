@@ -322,7 +322,9 @@ class _Compilation:
 
     def _load(self, lowered: Lowered, program: Program) -> Boxed:
         see = self._see_workspace if lowered.budget is not None and lowered is self.lowered else None
-        stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled, see)
+        in_order = not any(torch.ops.streams.fork.default is node.target for node in program.module.graph.nodes)
+        in_order &= not lowered.setting.context.host_copies
+        stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled, see, in_order)
         return load_program(program, stages, strided=lowered.stage_compiler != "eager")
 
     def _view(self, module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
