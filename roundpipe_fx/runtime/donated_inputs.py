@@ -39,8 +39,8 @@ def donatable(module: fx.GraphModule, computed: Collection[int]) -> list[int]:
 
     Args:
         module: a stage module.
-        computed: positions of inputs that stage modules have computed. Others, as those of the user, may share memory with
-            objects that are no tensors.
+        computed: positions of inputs that stage modules have computed. Others, as those of the user, may share memory
+            with objects that are no tensors.
     """
     inputs = module.graph.find_nodes(op="placeholder")
     made = {_bytes(node) for node in module.graph.nodes if node.op == "call_function" and not is_view(node)}

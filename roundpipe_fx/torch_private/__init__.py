@@ -26,7 +26,6 @@ from roundpipe_fx.torch_private.optimizers import *
 from roundpipe_fx.torch_private.packed_tracing import *
 from roundpipe_fx.torch_private.random_branches import *
 from roundpipe_fx.torch_private.recurrence import *
-from roundpipe_fx.torch_private.references import *
 from roundpipe_fx.torch_private.rng import *
 from roundpipe_fx.torch_private.sizes import *
 from roundpipe_fx.torch_private.torch_distributed import *
