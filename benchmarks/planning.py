@@ -31,7 +31,7 @@ import roundpipe_fx
 from benchmarks.models import llama_8b
 from benchmarks.side_by_side import build, cases, fresh, report
 from roundpipe_fx.api import compilation
-from roundpipe_fx.compiler import operations
+from roundpipe_fx.compiler import operations_in_tiles
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes import pipeline
 from roundpipe_fx.planner import program_within_budget as within_budget
@@ -66,10 +66,10 @@ def main() -> None:
     os.environ["ROUNDPIPE_FX_PLAN_CACHE"] = "0"
     spent = _Spent()
     compilation.lower = spent.timed("lower", compilation.lower)
-    operations.read_operations = spent.timed("planning", operations.read_operations)
+    operations_in_tiles.read_operations = spent.timed("planning", operations_in_tiles.read_operations)
     within_budget.choose = spent.timed("planning", within_budget.choose)
     pipeline.mark_workspaces = spent.timed("planning", pipeline.mark_workspaces)
-    operations.common_subexpressions = spent.timed("planning", operations.common_subexpressions)
+    operations_in_tiles.common_subexpressions = spent.timed("planning", operations_in_tiles.common_subexpressions)
     pipeline.eliminate_common_subexpressions = spent.timed("planning", pipeline.eliminate_common_subexpressions)
     rows = []
     _trace(spent, "warm-up", *_case("GPT-2", 2))

@@ -15,7 +15,7 @@ from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain import ChainStageOption
 from roundpipe_fx.remat.follow_sequence import as_autograd_runs
 from roundpipe_fx.remat.schedule import RematChoice
-from roundpipe_fx.remat.search import Candidate, best_of, everything_kept, levels, spread, work_out
+from roundpipe_fx.remat.search import SimulatedSchedule, best_of, everything_kept, levels, spread, work_out
 from roundpipe_fx.remat.segment_chain import chain_of, remat_choice_of
 from roundpipe_fx.remat.solve_chain import solve_chain
 
@@ -25,7 +25,7 @@ _SLOTS = 500
 _LEVELS = 12
 
 
-def rotor_candidates(graph: OperationGraph) -> list[Candidate]:
+def rotor_candidates(graph: OperationGraph) -> list[SimulatedSchedule]:
     """Candidates of rotor's kind of which none is better than another in peak and seconds, highest peak first."""
     graph = as_autograd_runs(graph)
     blocks = Blocks(graph, reduce_peak=False)

@@ -13,8 +13,8 @@ import torch
 from roundpipe_fx.analysis.cost import CostModel
 from roundpipe_fx.analysis.remat_schedule import RematSchedule
 from roundpipe_fx.analysis.tiling import TileRegion
+from roundpipe_fx.ir.decisions import ValueOnHost
 from roundpipe_fx.ir.options import Options, StageCompiler
-from roundpipe_fx.ir.value_on_host import ValueOnHost
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 
 __all__ = ["Pass", "PassContext", "PassLevel", "always"]

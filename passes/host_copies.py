@@ -21,7 +21,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from roundpipe_fx.ir.value_on_host import ValueOnHost
+from roundpipe_fx.ir.decisions import ValueOnHost
 from roundpipe_fx.torch_private import offload_operators
 
 __all__ = ["copy_back", "copy_to_host"]

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost import CostModel, annotate_added
-from roundpipe_fx.analysis.tiling.online_softmax import Scaled, Uses, summed_dims, uses_of
+from roundpipe_fx.analysis.tiling.classes_in_tiles import Scaled, Uses, summed_dims, uses_of
 from roundpipe_fx.ir.graph_edit import insert_call
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.operators.log_sum_exp import log_sum_exp

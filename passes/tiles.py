@@ -27,7 +27,7 @@ from roundpipe_fx.analysis.tiling.body import (
     is_flat,
     sources_of,
 )
-from roundpipe_fx.analysis.tiling.region import TileRegion
+from roundpipe_fx.analysis.tiling.tiled_region import TileRegion
 from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call, let_stand_for
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_tensor, module_path
 from roundpipe_fx.torch_private import module_path_text

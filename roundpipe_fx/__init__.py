@@ -5,7 +5,7 @@ decides what is saved and what is recomputed, never repeats a host synchronizati
 """
 
 from roundpipe_fx.analysis.cost.network import Network
-from roundpipe_fx.analysis.sync_ops import register_sync_op
+from roundpipe_fx.analysis.host_sync import register_sync_op
 from roundpipe_fx.api.compile import compile
 from roundpipe_fx.api.compiled_module import CompiledModule
 from roundpipe_fx.api.planning import plan
@@ -22,10 +22,10 @@ from roundpipe_fx.compat.checkpointing import (
     is_recomputing,
     save_for_recompute,
 )
-from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
+from roundpipe_fx.distributed.ranks import RanksDifferError, RemoteError
 from roundpipe_fx.frontend.graph_breaks import GraphBreakWarning
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.ir.region import memory_budget
+from roundpipe_fx.ir.recompute_marks import memory_budget
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 from roundpipe_fx.passes.pipeline import default_passes
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from roundpipe_fx.passes import workspaces
-from roundpipe_fx.pipeline import step
-from roundpipe_fx.pipeline.offloaded import Offloaded, tensors_of
+from roundpipe_fx.pipeline.step import step
+from roundpipe_fx.pipeline.step.local import Local
+from roundpipe_fx.pipeline.step.offloaded import Offloaded, tensors_of
 
 os.environ["ROUNDPIPE_FX_PLAN_CACHE"] = "0"  # tests leave nothing behind, and find nothing
 os.environ["ROUNDPIPE_FX_VERIFY"] = "1"  # of all graphs that tests compile, after each pass
@@ -63,13 +64,11 @@ def full_disk() -> FullDisk:
 def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models lie on the host, workers elsewhere, as far as a step is concerned."""
 
-    def always(
-        devices: Sequence[torch.device], modules: Sequence[nn.Module], known: Offloaded | None, beside: object
-    ) -> Offloaded:
-        found = known or Offloaded(torch.device("cpu"))
+    def always(mode: Local, modules: Sequence[nn.Module], beside: object) -> Offloaded:
+        found = mode if isinstance(mode, Offloaded) else Offloaded(mode.devices or (torch.device("cpu"),))
         all_of_them = (v for module in modules for v in (*module.parameters(), *module.buffers()))
         found.tensors = {id(part): part for value in all_of_them for part in tensors_of(value)}
         return found
 
-    monkeypatch.setattr(step, "offloaded", always)
+    monkeypatch.setattr(step, "placed", always)
     monkeypatch.setattr(Offloaded, "pin", lambda self: None)

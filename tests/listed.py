@@ -9,7 +9,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.remat_schedule import RematSchedule
 from roundpipe_fx.codegen import StageModule, emit_stage_modules
-from roundpipe_fx.compiler.operations import cut
+from roundpipe_fx.compiler.operations_in_tiles import cut
 from roundpipe_fx.compiler.run_passes import run_passes
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Phase

@@ -127,7 +127,7 @@ def test_a_batch_of_the_first_microbatch_alone_is_found(monkeypatch: pytest.Monk
     case = _case("linear", "tanh", way=way, returns="tensor")
     result = check_case(case)
     assert not result.failures and result.checks["outputs"] == 2, result.skipped
-    monkeypatch.setattr("roundpipe_fx.pipeline.step.merge", lambda outputs, *_: outputs[0])
+    monkeypatch.setattr("roundpipe_fx.pipeline.step.step.merge", lambda outputs, *_: outputs[0])
     assert "outputs" in {failure.kind for failure in check_case(case).failures}
 
 
@@ -139,7 +139,7 @@ def test_a_refusal_has_to_name_the_option(monkeypatch: pytest.MonkeyPatch) -> No
         def refuse(*_: object, text: str = text) -> None:
             raise TypeError(text)
 
-        monkeypatch.setattr("roundpipe_fx.pipeline.step.split_inputs", refuse)
+        monkeypatch.setattr("roundpipe_fx.pipeline.step.step.split_inputs", refuse)
         result = check_case(case)
         assert result.checks["refused by the option's name"] == 1
         assert len(result.failures) == ("split_input" not in text)

@@ -15,7 +15,7 @@ An operation counts as a host sync if the host has to wait for the device, or if
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from torch import fx
 
 from roundpipe_fx.ir.joint_graph import has_tag
 
-__all__ = ["why_host_sync"]
+__all__ = ["register_sync_op", "registered_sync_ops", "why_host_sync"]
+
 
 aten = torch.ops.aten
 
@@ -87,3 +88,33 @@ def _copies_to_host(operands: Iterable[torch.Tensor], results: Iterable[torch.Te
 def _selects(operator: torch._ops.OpOverload) -> bool:
     named = any(result.name == "indices" for result in operator._schema.returns)
     return named or operator.overloadpacket in _SELECTING
+
+
+_registered: set[Any] = set()
+
+
+def register_sync_op(op: Callable[..., Any]) -> None:
+    """Declare that a custom operator makes the host wait for the device, or decides a shape or a route.
+
+    Models compiled afterwards run it once per step, in the forward, and save its results; recomputation never runs it
+    again.
+
+    Args:
+        op: the operator: ``torch.ops.mylib.myop``, one overload of it, or the result of ``torch.library.custom_op``.
+
+    Raises:
+        TypeError: ``op`` is not an operator. Python functions are traced through, so declaring one would have no
+            effect.
+    """
+    op = getattr(op, "_opoverload", op)
+    if not isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        raise TypeError(
+            f"register_sync_op takes an operator (torch.ops.<namespace>.<name>, or the result of "
+            f"torch.library.custom_op), not {type(op).__name__}."
+        )
+    _registered.add(op)
+
+
+def registered_sync_ops() -> frozenset[Any]:
+    """The operators that have been declared."""
+    return frozenset(_registered)

@@ -22,7 +22,7 @@ from collections.abc import Collection
 
 from torch import fx
 
-from roundpipe_fx.analysis.cost.of_node import tensor_bytes
+from roundpipe_fx.analysis.cost.model import tensor_bytes
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values, viewed
 
 __all__ = ["expect_loss", "lasting_bytes", "loss_bytes", "returned_view_bytes"]

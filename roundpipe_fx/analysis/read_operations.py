@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost.of_node import tensor_bytes
+from roundpipe_fx.analysis.cost.model import tensor_bytes
 from roundpipe_fx.analysis.in_place import operands_to_write_over
 from roundpipe_fx.analysis.operations import Operation, OperationGraph, RecomputeRecipe
 from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes, returned_view_bytes
@@ -34,8 +34,7 @@ from roundpipe_fx.ir.joint_graph import (
     is_view,
     tensor_values,
 )
-from roundpipe_fx.ir.recompute_marks import checkpoints_of
-from roundpipe_fx.ir.region import budget_of_region
+from roundpipe_fx.ir.recompute_marks import budget_of_region, checkpoints_of
 
 __all__ = ["read_operations"]
 

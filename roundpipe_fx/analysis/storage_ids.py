@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost.of_node import tensor_bytes
+from roundpipe_fx.analysis.cost.model import tensor_bytes
 from roundpipe_fx.ir.joint_graph import input_nodes, tensor_values
 from roundpipe_fx.operators.gradient_sums import SUMMING, add_to
 from roundpipe_fx.operators.partial_writes import PARTIAL_WRITES

@@ -1,4 +1,8 @@
-"""The ``torch.compile`` backend: ``torch.compile(model, backend="roundpipe_fx", options={...})``."""
+"""The ``torch.compile`` backend: ``torch.compile(model, backend="roundpipe_fx", options={...})``.
+
+Dynamo keeps everything that it has compiled for models of a class for the life of the process, and stops compiling that
+class at a limit. So what was compiled for a model with a backend of its own is dropped with the model.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from typing import Any
 from torch import fx, nn
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.analysis.sync_ops import registered_sync_ops
+from roundpipe_fx.analysis.host_sync import registered_sync_ops
 from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, within_the_rest
 from roundpipe_fx.api.compilation import compile_graph
 from roundpipe_fx.api.learned import Learned
@@ -28,7 +32,8 @@ from roundpipe_fx.remat.learned_steps import LearnedSteps
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.torch_private import CompiledFrame, UserLine
 
-__all__ = ["Backend", "make_backend"]
+__all__ = ["Backend", "Unused", "evict_unused", "evict_when_unused", "make_backend"]
+
 
 Backend = Callable[..., Callable[..., Any]]
 
@@ -197,3 +202,27 @@ def __getattr__(name: str) -> Backend:
         raise AttributeError(name)
     torch_private.enter_around_compilations(_warn_of_others)
     return _backend_by_name
+
+
+Unused = weakref.finalize
+"""When called, it notes that nothing uses a backend any more; further calls do nothing."""
+
+_unused: list[Backend] = []
+"""Garbage collection may run at any point, so it only notes backends; :func:`evict_unused` acts."""
+
+
+def evict_when_unused(compiled: object, backend: Backend) -> Unused:
+    """Note that an object is compiled with its own backend, which is unused once the object dies or the result is
+    called."""
+    unused = weakref.finalize(compiled, _unused.append, backend)
+    unused.atexit = False
+    return unused
+
+
+def evict_unused() -> None:
+    """Have Dynamo drop what it compiled with unused backends."""
+    backends = []
+    with contextlib.suppress(IndexError):  # other threads take some, garbage collection adds some
+        while True:
+            backends.append(_unused.pop())
+    torch_private.forget_compiled(backends)

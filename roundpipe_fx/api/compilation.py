@@ -27,6 +27,7 @@ from roundpipe_fx.budget import Found, Infeasible, Result, plan_or_error
 from roundpipe_fx.codegen import Program, seen_by_autograd
 from roundpipe_fx.compiler.emit import device_of
 from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.distributed.tensor_parallel import place_gradients
 from roundpipe_fx.frontend.capture import capture, is_outermost, joint_graph_of, prepare
 from roundpipe_fx.frontend.graph_breaks import warn_of_graph_break
 from roundpipe_fx.frontend.opaque_backward import OpaqueCall
@@ -35,9 +36,8 @@ from roundpipe_fx.frontend.redrawn_numbers import warn_of_redrawn_numbers
 from roundpipe_fx.frontend.size_range import lower_for_sizes
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.pipeline.distributed import place_gradients
-from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
+from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph, Seen, pipelined_graph
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState
 from roundpipe_fx.planner.lower import asked_budget, bounded_in_bytes, lower
 from roundpipe_fx.planner.lower_pipeline import lower_pipeline
@@ -46,11 +46,10 @@ from roundpipe_fx.report.pipeline_plan import plan_of_pipeline
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.bridge import observed, pipelined
 from roundpipe_fx.runtime.executor import load_program
-from roundpipe_fx.runtime.gradient_observer import gradient_observer
-from roundpipe_fx.runtime.incoming_gradients import leaving_out, receiving, returning
+from roundpipe_fx.runtime.incoming_gradients import gradient_observer, leaving_out, receiving, returning
 from roundpipe_fx.runtime.library_memory import library_bytes, touch_libraries, touch_libraries_in_backward
+from roundpipe_fx.runtime.observers import size_observer
 from roundpipe_fx.runtime.profiled_step import ProfiledStep
-from roundpipe_fx.runtime.size_observer import size_observer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
 from roundpipe_fx.runtime.step_calls import NotedGraph
 from roundpipe_fx.torch_private import UserLine
@@ -170,7 +169,7 @@ class _Compilation:
     def _lower_pipeline(self, view: JointGraph, pipelining: Pipelining) -> Result[LoweredPipeline]:
         """The pipeline within the share of the budget that may be used; or else the one that needs least, where that is
         within the budget, or microbatches of other sizes may make it so."""
-        state = self.compile_state
+        state = self.compile_state.step
         lower_with = functools.partial(
             lower_pipeline,
             pipelining=pipelining,
@@ -308,7 +307,7 @@ class _Compilation:
                     self.pipelining,
                     self.registered_syncs,
                     training=False,
-                    like=self.compile_state.structure,
+                    like=self.compile_state.step.structure,
                 )
             graph = pipelined_graph(plan_or_error(pipeline), [], self.pipelining.loss_reduction)
             self._tell(plan_of_pipeline, graph)
@@ -367,10 +366,10 @@ def compile_graph(
     compile_state = compile_state or StepCompileState()
     if pipelining is not None:
         # Losses that are divided by the count of the whole batch are parts of one mean.
-        parts = compile_state.counted and torch_private.reads_input(module, COUNT_OF_BATCH)
+        parts = compile_state.step.counted and torch_private.reads_input(module, COUNT_OF_BATCH)
         pipelining = dataclasses.replace(
             pipelining,
-            offloaded=compile_state.offloaded,
+            offloaded=compile_state.step.offloaded,
             loss_reduction="sum" if parts else pipelining.loss_reduction,
             optimizer=compile_state.optimizer,
         )

@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.api import over_processes
 from roundpipe_fx.api.compiled_module import COMPILED, CompiledModule, compiled_module
 from roundpipe_fx.budget import parse_host_budget
 from roundpipe_fx.compiler.run_passes import edited_passes
+from roundpipe_fx.distributed.mesh import check_parallel_layers, check_shard, devices_of, replicas_of
 from roundpipe_fx.ir.options import Options, names_checked
 from roundpipe_fx.passes.entry import Pass
 from roundpipe_fx.pipeline.settings import parse_host_links, parse_pipelining
-from roundpipe_fx.pipeline.step import Splitting
+from roundpipe_fx.pipeline.step.step import Splitting
 from roundpipe_fx.schedules import Schedule
 
 __all__ = ["compile"]
@@ -153,9 +153,9 @@ def compile(
         }
     )
     edited_passes(options.passes)  # an invalid list raises now, not at the first call
-    over_processes.check_shard(mesh, shard)
+    check_shard(mesh, shard)
     if mesh is not None:
-        devices = over_processes.devices_of(
+        devices = devices_of(
             mesh,
             model,
             options,
@@ -177,9 +177,9 @@ def compile(
         loss_reduction,
     )
     if mesh is not None and pipelining is not None:
-        replicas = over_processes.replicas_of(mesh)
+        replicas = replicas_of(mesh)
         sharded = shard is not None and replicas > 1
-        parts = over_processes.check_parallel_layers(mesh, model, sharded)
+        parts = check_parallel_layers(mesh, model, sharded)
         pipelining = dataclasses.replace(
             pipelining, over_processes=True, replicas=replicas, sharded=sharded, tensor_parallel=parts
         )

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from roundpipe_fx.api import over_processes
 from roundpipe_fx.api.compiled_state import CompiledState, NoPlanError
 from roundpipe_fx.api.roundpipe_arguments import in_our_names
 from roundpipe_fx.api.subclassing import instance_beside
+from roundpipe_fx.distributed import own_state
+from roundpipe_fx.distributed.process_pipeline import ProcessPipeline
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.pipeline.over_processes import ProcessPipeline
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.optimizer_parameters import in_optimizer_context
 
@@ -210,7 +210,7 @@ class CompiledModule(nn.Module):
             return self._state_of_roundpipe_fx.optimizer.named(prefix, remove_duplicate)
         named = super().named_parameters(prefix, recurse, remove_duplicate)
         processes = self._state_of_roundpipe_fx.processes
-        return named if processes is None else over_processes.of_this_rank(processes, named)
+        return named if processes is None else own_state.of_this_rank(processes, named)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -227,7 +227,7 @@ class CompiledModule(nn.Module):
         """
         named = super().named_buffers(prefix, recurse, remove_duplicate)
         processes = self._state_of_roundpipe_fx.processes
-        return named if processes is None else over_processes.of_this_rank(processes, named)
+        return named if processes is None else own_state.of_this_rank(processes, named)
 
     def load(self, path: str | Path, fill: Callable[[str, torch.Tensor], object] | None = None) -> None:
         """Read what this rank's stages need from safetensors files. Every rank must call it, after :meth:`trace`.
@@ -241,7 +241,7 @@ class CompiledModule(nn.Module):
             RuntimeError: the model was compiled without ``mesh``, or is not planned yet.
             KeyError: the files lack something, and there is no ``fill``; or a shape differs.
         """
-        over_processes.load(_processes(self), path, fill)
+        own_state.load(_processes(self), path, fill)
 
     def save(self, path: str | Path) -> None:
         """Write the model as a Hugging Face folder, each rank the tensors of its stages. Every rank must call it.
@@ -256,7 +256,7 @@ class CompiledModule(nn.Module):
             RuntimeError: there is no ``mesh``, plan, or value of a tensor yet; or another rank could not write.
             OSError: this rank could not write, or a ``SafetensorError`` says so; then no rank has replaced its file.
         """
-        over_processes.save(_processes(self), path)
+        own_state.save(_processes(self), path)
 
     def init_weights(self, fill: Callable[[str, torch.Tensor], object]) -> None:
         """Let a function write the parameters and buffers of this rank's stages. Every rank must call it.
@@ -270,7 +270,7 @@ class CompiledModule(nn.Module):
         Raises:
             RuntimeError: the model was compiled without ``mesh``, or is not planned yet.
         """
-        over_processes.initialize_own(_processes(self), fill)
+        own_state.initialize_own(_processes(self), fill)
 
     def pytorch_stages(self, *args: Any, **kwargs: Any) -> list[PipelineStage]:
         """This rank's stages for ``torch.distributed.pipelining``, whose schedules run them. Every rank must call it.
@@ -314,7 +314,7 @@ class CompiledModule(nn.Module):
         processes = self._state_of_roundpipe_fx.processes
         if processes is None:
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        return over_processes.clip_gradients(processes, max_norm, norm_type)
+        return own_state.clip_gradients(processes, max_norm, norm_type)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Context manager in which steps add to the gradients of this replica without averaging them over replicas.
@@ -418,7 +418,7 @@ class CompiledModule(nn.Module):
         state = super().state_dict(*args, **kwargs)
         processes = self._state_of_roundpipe_fx.processes
         if processes is not None:
-            return over_processes.own_state(processes, state, kwargs.get("prefix", ""))
+            return own_state.own_state(processes, state, kwargs.get("prefix", ""))
         copies = optimizer.state()
         if copies and hasattr(state, "_metadata"):
             state._metadata[_OPTIMIZER] = copies
@@ -439,7 +439,7 @@ class CompiledModule(nn.Module):
         processes = self._state_of_roundpipe_fx.processes
         if processes is not None:
             strict = args[0] if args else kwargs.get("strict", True)
-            return over_processes.load_own_state(processes, state_dict, strict)
+            return own_state.load_own_state(processes, state_dict, strict)
         self._state_of_roundpipe_fx.optimizer.updates.synchronize()
         loaded = super().load_state_dict(state_dict, *args, **kwargs)
         saved = (getattr(state_dict, "_metadata", None) or {}).get(_OPTIMIZER, {})

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,29 +16,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.api.backend import make_backend
+from roundpipe_fx.api.around_by_ddp import check_not_inside, data_parallel_around, note_data_parallel
+from roundpipe_fx.api.backend import Unused, evict_unused, evict_when_unused, make_backend
 from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, parameters_gathered
-from roundpipe_fx.api.caches import has_cache
-from roundpipe_fx.api.data_parallel import check_not_inside, data_parallel_around, note_data_parallel
-from roundpipe_fx.api.dynamo_cache_eviction import Unused, evict_unused, evict_when_unused
 from roundpipe_fx.api.learned import Learned
-from roundpipe_fx.api.over_processes import process_pipeline
 from roundpipe_fx.api.replanning import cut_alike, replanning
 from roundpipe_fx.api.subclassing import forward_like
 from roundpipe_fx.console.progress import working
+from roundpipe_fx.distributed.own_state import process_pipeline
+from roundpipe_fx.distributed.pytorch_stages import pytorch_stages
+from roundpipe_fx.distributed.tensor_parallel import refuse_sharded_parts, refuse_sharded_step
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.pipeline.distributed import refuse_sharded_parts, refuse_sharded_step
-from roundpipe_fx.pipeline.graph import with_optimizer
-from roundpipe_fx.pipeline.pytorch_stages import pytorch_stages
+from roundpipe_fx.pipeline.pipelined_graph import with_optimizer
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
-from roundpipe_fx.pipeline.step import Pipeline, Splitting
+from roundpipe_fx.pipeline.step.local import Local
+from roundpipe_fx.pipeline.step.step import Pipeline, Splitting
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.bridge import TraceOnly, trace_only
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, sum_of
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
 from roundpipe_fx.runtime.stage_updates import check_optimizer
 
-__all__ = ["CompiledState", "NoPlanError"]
+__all__ = ["CompiledState", "NoPlanError", "has_cache"]
+
 
 _BY_CONVENTION = Splitting()
 
@@ -170,7 +170,7 @@ class CompiledState:
             splitting=self.splitting,
             deferred_batch_norm=self.deferred_batch_norm,
             optimized=self.optimizer,
-            processes=self.processes,
+            mode=self.processes or Local(self.pipelining.devices),
         )
         if replaced is not None:
             self._pipeline.take_over_workers(replaced)
@@ -387,3 +387,15 @@ def _following(model: nn.Module) -> dict[str, list[str]]:
             after = []
         following[name] = after
     return following
+
+
+_MODULE = "transformers.cache_utils"
+
+
+def has_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a model is given a cache of Hugging Face's."""
+    return any(_is_cache(value) for value in (*args, *kwargs.values()))
+
+
+def _is_cache(value: Any) -> bool:
+    return any(cls.__module__ == _MODULE for cls in type(value).__mro__)

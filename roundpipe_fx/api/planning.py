@@ -15,10 +15,15 @@ from torch import nn
 from roundpipe_fx.analysis.cost import DEVICES
 from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.api.compiled_module import compiled_module
-from roundpipe_fx.api.tensor_parallel import check_tensor_parallel, local_tensor, rewrapped, tensor_parallel_ranks
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, parse_host_budget
+from roundpipe_fx.distributed.tensor_parallel import (
+    check_tensor_parallel,
+    local_tensor,
+    rewrapped,
+    tensor_parallel_ranks,
+)
 from roundpipe_fx.ir.options import Options, meant
-from roundpipe_fx.pipeline.microbatch import row_counts, split_inputs
+from roundpipe_fx.pipeline.batches.microbatch import row_counts, split_inputs
 from roundpipe_fx.pipeline.settings import Undivided, parse_host_links, parse_pipelining
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory, optimizer_memory

@@ -17,9 +17,9 @@ import torch
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.budget import InfeasibleBudgetError, plan_or_error
-from roundpipe_fx.pipeline.captured_calls import UnlikeStagesError
-from roundpipe_fx.pipeline.over_processes import NewlyShown, ProcessPipeline
-from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
+from roundpipe_fx.distributed.process_pipeline import NewlyShown, ProcessPipeline
+from roundpipe_fx.pipeline.capture.captured_calls import UnlikeStagesError
+from roundpipe_fx.pipeline.step.scheduled import UnequalMicrobatchesError
 
 __all__ = ["cut_alike", "replanning"]
 

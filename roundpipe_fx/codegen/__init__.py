@@ -1,6 +1,7 @@
 """Code generation: from a graph in which every decision is explicit to stage modules and programs."""
 
 from roundpipe_fx.codegen.program import Program, emit_backward_program, emit_forward_program, seen_by_autograd
+from roundpipe_fx.codegen.program_text import program_text, stage_text
 from roundpipe_fx.codegen.stage_modules import (
     KnownModules,
     StageModule,
@@ -9,7 +10,6 @@ from roundpipe_fx.codegen.stage_modules import (
     own_nodes,
     value_name,
 )
-from roundpipe_fx.codegen.text import program_text, stage_text
 
 __all__ = [
     "KnownModules",

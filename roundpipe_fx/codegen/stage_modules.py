@@ -16,8 +16,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.ir.fingerprint import fingerprint
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_seeded
-from roundpipe_fx.ir.node_copy import copy_node
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, copy_node, has_side_effect, input_nodes, is_seeded
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.operators.partial_writes import PARTIAL_WRITES, copy_alike

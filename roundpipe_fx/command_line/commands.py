@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from roundpipe_fx.analysis.cost import DEVICES
-from roundpipe_fx.analysis.cost.of_node import tensor_bytes
+from roundpipe_fx.analysis.cost.model import tensor_bytes
 from roundpipe_fx.api import planning
 from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.command_line.largest_batch import largest_batch

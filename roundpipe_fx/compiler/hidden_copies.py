@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from roundpipe_fx.ir.value_on_host import ValueOnHost
+from roundpipe_fx.ir.decisions import ValueOnHost
 
 __all__ = ["MayLeave", "hidden_copies"]
 

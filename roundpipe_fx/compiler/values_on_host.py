@@ -19,8 +19,8 @@ from torch import fx
 from roundpipe_fx.analysis.stage_calls import simulate_calls
 from roundpipe_fx.codegen import Program, StageModule, value_name
 from roundpipe_fx.compiler.hidden_copies import MayLeave, hidden_copies
+from roundpipe_fx.ir.decisions import ValueOnHost
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, viewed
-from roundpipe_fx.ir.value_on_host import ValueOnHost
 from roundpipe_fx.torch_private import data_dependent_symbol, offload_operators, row_major
 
 __all__ = ["hidden", "is_wanted_on_host", "may_be_on_host", "may_leave", "wanted", "wants_host"]

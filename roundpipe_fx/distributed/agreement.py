@@ -19,21 +19,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
-from roundpipe_fx.distributed.ranks import Ranks
+from roundpipe_fx.distributed.ranks import Ranks, RanksDifferError, RemoteError
 from roundpipe_fx.distributed.run_end import EndBytes
+from roundpipe_fx.pipeline.step.scheduled import Unfitting
 
-__all__ = [
-    "FIRST_BATCH",
-    "GATHERS",
-    "KnownByAll",
-    "KnownStep",
-    "Statement",
-    "Unfitting",
-    "agree",
-    "known_to_all",
-    "together",
-]
+__all__ = ["FIRST_BATCH", "GATHERS", "KnownByAll", "KnownStep", "Statement", "agree", "known_to_all", "together"]
+
 
 FIRST_BATCH = "the shapes of the first batch"
 """Name of the text by which replicas are compared before stages are given to ranks."""
@@ -41,21 +32,6 @@ FIRST_BATCH = "the shapes of the first batch"
 
 GATHERS = "the parameters that they gather"
 """Name of the text by which replicas are compared that gather parameters from each other."""
-
-
-@dataclass(frozen=True)
-class Unfitting:
-    """Microbatches of different sizes that were planned separately, and do not fit together.
-
-    Attributes:
-        needed: bytes of the device that needs most.
-        allowed: bytes that the user allows it.
-        least: whether the plans are those that need least.
-    """
-
-    needed: int
-    allowed: int
-    least: bool
 
 
 @dataclass(frozen=True, kw_only=True)

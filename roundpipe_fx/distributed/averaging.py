@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from roundpipe_fx.distributed.group import Replicas
 from roundpipe_fx.distributed.layout import dense
-from roundpipe_fx.distributed.sharding import ShardedParameter
+from roundpipe_fx.distributed.sharded_parameters import ShardedParameter
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.schedules.data_parallel import aligned_bytes, together

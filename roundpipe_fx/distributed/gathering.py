@@ -16,8 +16,6 @@ of a window travel as one tensor, each part of which has the rows of one replica
 
 from __future__ import annotations
 
-import dataclasses
-from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,14 +23,13 @@ import torch
 from torch import nn
 
 from roundpipe_fx.distributed.group import Replicas
-from roundpipe_fx.distributed.sharding import ShardedParameter, ShardedParameters
+from roundpipe_fx.distributed.sharded_parameters import ShardedParameter, ShardedParameters
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.runtime.prefetch import PrefetchStep, Stay, prefetch_steps_of
-from roundpipe_fx.schedules import Schedule
 from roundpipe_fx.schedules.data_parallel import SMALL_BYTES
 from roundpipe_fx.schedules.sharding import KeptGathered
 
-__all__ = ["Gathering", "kept_of", "refuse_escapes", "steps_of", "text_of"]
+__all__ = ["Gathering", "refuse_escapes", "steps_of", "text_of"]
 
 
 def steps_of(
@@ -54,34 +51,6 @@ def steps_of(
         for gap in kept
     ]
     return prefetch_steps_of(instructions, primals, sharded, views=True, kept=stays)
-
-
-def kept_of(
-    schedule: Schedule, instructions: Sequence[Sequence[Instruction]], kept: Sequence[KeptGathered]
-) -> list[list[KeptGathered]]:
-    """What stays gathered on each rank, by positions of its instructions.
-
-    Args:
-        schedule: the schedule of a whole step, whose positions are given.
-        instructions: of each rank, some kinds of actions perhaps; actions that a microbatch does not have are missing.
-        kept: what stays gathered.
-    """
-    gaps_of_ranks: list[list[KeptGathered]] = []
-    for rank, of_rank in enumerate(instructions):
-        staying = [each for each in kept if each.device == rank]
-        places: list[int] = []
-        if staying:
-            where = {action: place for place, action in enumerate(schedule.actions(rank))}
-            places = [where[instruction.action] for instruction in of_rank]
-        gaps_of_ranks.append(
-            [
-                dataclasses.replace(
-                    each, dropped=bisect_left(places, each.dropped), regathered=bisect_left(places, each.regathered)
-                )
-                for each in staying
-            ]
-        )
-    return gaps_of_ranks
 
 
 def refuse_escapes(

@@ -20,55 +20,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from roundpipe_fx.distributed.mesh import DATA, PIPELINE, TENSOR, check_mesh, size_of
 from roundpipe_fx.distributed.own_groups import OwnGroup
 from roundpipe_fx.distributed.ranks import Ranks, gather_into
 from roundpipe_fx.torch_private import group_timeout
 
-__all__ = ["DATA", "PIPELINE", "PipelineGroup", "Replicas", "check_mesh", "size_of"]
-
-PIPELINE = "pp"
-"""Name of the mesh dimension over which stages are distributed."""
-
-DATA = "dp"
-"""Name of the mesh dimension over which batches are distributed."""
-
-TENSOR = "tp"
-"""Name of the mesh dimension over which the layers of a stage are distributed, by the model's own DTensors."""
-
-
-def check_mesh(mesh: Any) -> None:
-    """Check the user's mesh.
-
-    Raises:
-        TypeError: it is not a mesh.
-        ValueError: it has neither a dimension ``"pp"`` nor ``"dp"``, or others that are larger than 1.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a torch.distributed DeviceMesh, not {type(mesh).__name__}.")
-    names = mesh.mesh_dim_names or ()
-    if PIPELINE not in names and DATA not in names:
-        raise ValueError(
-            f"mesh has no dimension {PIPELINE!r}, over which stages are distributed, and none {DATA!r}, over which "
-            f"batches are; it has {list(names)}: init_device_mesh('cpu', (2,), mesh_dim_names=('{PIPELINE}',))."
-        )
-    others = [name for name in names if name not in (PIPELINE, DATA, TENSOR) and mesh[name].size() > 1]
-    if others:
-        raise ValueError(
-            f"mesh has the dimension {others[0]!r}; {PIPELINE!r}, {DATA!r} and {TENSOR!r} are supported: give "
-            f"mesh[{PIPELINE!r}], and reduce the gradients over the other dimensions between forward_backward and the "
-            "optimizer's step."
-        )
-
-
-def size_of(mesh: DeviceMesh, name: str) -> int:
-    """Size of a dimension of a mesh; 1, if it has none of that name."""
-    return mesh[name].size() if name in (mesh.mesh_dim_names or ()) else 1
+__all__ = ["PipelineGroup", "Replicas"]
 
 
 class Replicas(Ranks):

@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from roundpipe_fx.distributed.errors import RanksDifferError
 from roundpipe_fx.distributed.layout import ValueLayout
-from roundpipe_fx.distributed.sharding import ShardedParameters, check_shardable
+from roundpipe_fx.distributed.ranks import RanksDifferError
+from roundpipe_fx.distributed.sharded_parameters import ShardedParameters, check_shardable
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.schedules import StageAction
 from roundpipe_fx.torch_private import local_part

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from roundpipe_fx.distributed.own_groups import OwnGroup, note_lost_rank
 from roundpipe_fx.torch_private import default_store
 
-__all__ = ["Ranks", "gather_into"]
+__all__ = ["Ranks", "RanksDifferError", "RemoteError", "gather_into"]
 
 
 class Ranks:
@@ -112,3 +112,11 @@ def _all_take_part() -> Iterator[None]:
     except BaseException:
         note_lost_rank()
         raise
+
+
+class RemoteError(RuntimeError):
+    """Another rank of the pipeline has failed. The message has its number, and what it raised."""
+
+
+class RanksDifferError(RuntimeError):
+    """The ranks of a pipeline were given different options, batches or code."""

@@ -18,8 +18,12 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.console.progress import working
 from roundpipe_fx.frontend.backward_autocast import full_precision_product, warn_under_autocast
 from roundpipe_fx.frontend.data_assignments import copy_assigned_data
-from roundpipe_fx.frontend.eager_graph import eager_graph
-from roundpipe_fx.frontend.invalid_backward import InvalidBackwardError, is_of_backward, warn_of_invalid_backward
+from roundpipe_fx.frontend.invalid_backward import (
+    InvalidBackwardError,
+    eager_graph,
+    is_of_backward,
+    warn_of_invalid_backward,
+)
 from roundpipe_fx.frontend.loss_mark import detach_all_but_loss
 from roundpipe_fx.frontend.opaque_backward import OpaqueCall, opaque_backwards
 from roundpipe_fx.frontend.shared_memory import (

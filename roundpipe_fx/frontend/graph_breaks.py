@@ -127,7 +127,12 @@ def _text_of_limit(line: UserLine, limit: RecompileLimit, budget: int | float | 
     kept = "no plan applies" if budget is None else f"the memory_budget of {_budget_text(budget)} is not kept"
     then = "the call failed" if is_error else f"{kept} from now on"
     number = _EQUAL_TO_NUMBER.fullmatch(limit.guard)
-    eagerly = "" if is_error else " Calls that none of its compilations serves run eagerly as a whole, without a plan."
+    eagerly = (
+        ""
+        if is_error
+        else " Calls that none of its compilations serves run eagerly as a whole, without a plan; so do, without "
+        "another word, those of further models with this forward that are compiled in place or by torch.compile."
+    )
     if number is not None:
         why = (
             f" A Python number takes another value each time: the last one was compiled for {limit.guard}. If it only "

@@ -2,15 +2,21 @@
 
 Eager PyTorch raises an error in ``backward()``, AOTAutograd as soon as the graph is compiled. A model whose backward
 nobody calls, as in an evaluation without ``torch.no_grad()``, is run eagerly instead.
+So are calls of other graphs that cannot be run as compiled.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
 
 from roundpipe_fx.torch_private import PassedThrough
 
-__all__ = ["InvalidBackwardError", "is_of_backward", "warn_of_invalid_backward"]
+__all__ = ["InvalidBackwardError", "eager_graph", "is_of_backward", "warn_of_invalid_backward"]
+
 
 _ERRORS = (
     "needed for gradient computation has been modified by an inplace operation",
@@ -39,3 +45,26 @@ def warn_of_invalid_backward(error: InvalidBackwardError) -> None:
         "and backward() raises this error, as eager PyTorch does. Under torch.no_grad() the forward is compiled.",
         stacklevel=2,
     )
+
+
+def eager_graph(module: fx.GraphModule) -> Callable[..., Any]:
+    """A copy of Dynamo's graph that is run with autograd, operation by operation.
+
+    Examples of inputs, which would keep the user's tensors alive, are left out. Code is generated at the first call.
+
+    Args:
+        module: Dynamo's graph, prepared.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, copies))
+    for node in graph.nodes:
+        node.meta = {}
+    made: list[fx.GraphModule] = []
+
+    def run(*arguments: Any) -> Any:
+        if not made:
+            made.append(fx.GraphModule(module, graph))
+        return made[0](*arguments)
+
+    return run

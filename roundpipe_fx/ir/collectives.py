@@ -14,18 +14,23 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
-from roundpipe_fx.ir.joint_graph import input_nodes, tensor_values
-from roundpipe_fx.torch_private import group_ranks, size_hint
+from roundpipe_fx.ir.joint_graph import JointGraph, input_nodes, tensor_values
+from roundpipe_fx.ir.source import source_of
+from roundpipe_fx.torch_private import PassedThrough, group_ranks, is_opaque, size_hint
 
 __all__ = [
+    "DistributedTensorError",
     "collective_name",
     "copied_bytes",
     "group_argument",
     "group_of",
     "is_collective",
     "is_functional_collective",
+    "refuse_distributed",
+    "refuse_other_groups",
     "starts_collective",
 ]
+
 
 _NAMESPACES = frozenset(
     ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
@@ -103,3 +108,52 @@ def copied_bytes(node: fx.Node) -> int:
     values = [value for operand in operands for value in tensor_values(operand)]
     values += tensor_values(node) if "gather" in name else []
     return sum(size_hint(value.numel() * value.element_size()) for value in values if value.device.type == "cpu")
+
+
+class DistributedTensorError(PassedThrough, ValueError):
+    """A model that is distributed over processes cannot be pipelined by threads."""
+
+
+def refuse_distributed(joint: JointGraph, workers: int) -> None:
+    """Refuse graphs that a pipeline cannot run.
+
+    Args:
+        joint: the captured graph.
+        workers: number of devices, each with a thread.
+
+    Raises:
+        DistributedTensorError: parameters are distributed tensors; or several threads would start collectives.
+    """
+    if any(is_opaque(node.meta.get("val")) for node in joint.primals):
+        raise DistributedTensorError(
+            "a pipeline cannot run a model whose parameters are distributed tensors (DTensor) in one process. Give "
+            "mesh= with a dimension 'tp', or compile it without devices and num_microbatches; a memory_budget works "
+            "with tensor parallelism."
+        )
+    collective = next((node for node in joint.computed() if is_collective(node.target)), None)
+    if collective is not None and workers > 1:
+        raise DistributedTensorError(
+            f"a pipeline of several devices cannot run {collective.target}: its devices run at the same time, so "
+            "processes would communicate in different orders and wait for each other for ever. Give one device to "
+            f"each process of the group.\n{source_of(collective)}"
+        )
+
+
+def refuse_other_groups(joint: JointGraph, ranks: int) -> None:
+    """Refuse to plan graphs that communicate over other groups than the devices that run a stage together.
+
+    Args:
+        joint: the captured graph.
+        ranks: how many devices these are.
+
+    Raises:
+        DistributedTensorError: a collective runs on more or fewer.
+    """
+    for node in joint.computed():
+        group_size = len(group_of(node)) if is_collective(node.target) else 0
+        if group_size not in (0, 1, ranks):
+            raise DistributedTensorError(
+                f"{node.target} communicates over {group_size} ranks, and a stage is planned for {ranks} devices: of a "
+                "mesh only the dimension of tensor parallelism may communicate within the model. What replicas share "
+                f"out is said by mesh_shape= and shard= instead.\n{source_of(node)}"
+            )

@@ -1,4 +1,4 @@
-"""The decisions of a plan as plain data: values, tiles, stages, the pipeline, and the whole."""
+"""The decisions of a plan as plain data: values, tiles, stages, what lies on the host, the pipeline, and the whole."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ __all__ = [
     "PlannedStage",
     "PlannedTiles",
     "PlannedValue",
+    "ValueOnHost",
     "tiles_text",
 ]
+
 
 _REGIONS = 6
 """Number of tiled regions that are listed."""
@@ -432,3 +434,22 @@ def tiles_text(tiles: Sequence[PlannedTiles]) -> str:
     if len(alike) > _REGIONS:
         parts.append(f"… {len(alike) - _REGIONS} more")
     return "; ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueOnHost:
+    """A value that is on the host between forward and backward.
+
+    Attributes:
+        value: name of the value in the graph.
+        name: in both programs.
+        freed: the stage module after whose call in the forward its memory on the device is freed.
+        reloaded: the stage module before whose call in the backward its copy to the device begins.
+        back: the one that reads it first there.
+    """
+
+    value: str
+    name: str
+    freed: str
+    reloaded: str
+    back: str

@@ -11,6 +11,7 @@ from roundpipe_fx.ir.joint_graph import is_view, tensor_values
 
 __all__ = ["inherit_origin", "insert_call", "let_stand_for", "replace_by", "views_of"]
 
+
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "custom")
 
 

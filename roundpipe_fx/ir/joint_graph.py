@@ -10,6 +10,7 @@ else. An inference graph is a joint graph without tangents and gradients.
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import operator
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.ir.node_copy import copy_node
 from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.torch_private import gradient_inputs, graph_module, input_mutations
 
@@ -31,6 +31,7 @@ __all__ = [
     "Mark",
     "MarkUse",
     "Phase",
+    "copy_node",
     "has_side_effect",
     "has_tag",
     "input_nodes",
@@ -514,3 +515,23 @@ def saved_values(joint: JointGraph) -> list[fx.Node]:
         and node.meta.get(Mark.PHASE, Phase.FORWARD) is Phase.FORWARD
         and (node in returned or any(user.meta.get(Mark.PHASE) in later for user in node.users))
     ]
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> fx.Node:
+    """A copy of a node at the graph's insertion point, as ``graph.node_copy(node, of)`` makes it.
+
+    ``create_node`` looks through all arguments for raw symbolic numbers, to warn of them; that takes as long as making
+    the node, and the node that is copied has been looked at. So arguments are set afterwards.
+
+    Args:
+        graph: where the copy is made.
+        node: it may be of another graph.
+        of: the copy of a node that is read.
+    """
+    made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    if node.args:
+        made.args = fx.node.map_arg(node.args, of)
+    if node.kwargs:
+        made.kwargs = fx.node.map_arg(node.kwargs, of)
+    made.meta = copy.copy(node.meta)
+    return made

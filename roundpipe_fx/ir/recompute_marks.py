@@ -5,6 +5,8 @@
 - ``save_for_recompute`` is an operator without a result, whose inputs are to be saved.
 - A ``gradient_checkpoint_scope`` uses ``torch.fx.traceback.annotate``, and so does a checkpoint whose inputs are to be
   on the host.
+- So does a *region* (:func:`memory_budget`), a part of a model's ``forward`` that has its own budget. Outside of
+  compilation it does nothing.
 """
 
 from __future__ import annotations
@@ -12,33 +14,39 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
 
+from roundpipe_fx.budget import parse_budget
 from roundpipe_fx.ir.source import source_of
 from roundpipe_fx.torch_private import (
     PassedThrough,
     checkpoint_body,
     checkpoint_policy,
     module_path_text,
+    passed_through,
     traced_forward_call,
 )
 
 __all__ = [
     "RecomputeDataError",
     "annotated_scope",
+    "budget_of_region",
     "checkpoints_of",
     "inputs_on_host",
     "is_in_scope",
     "keeps_generator_state",
     "mark_checkpoints",
+    "memory_budget",
     "offloading_inputs",
     "policy_of",
     "save_in_graph",
     "saves_for_recompute",
 ]
+
 
 _CHECKPOINTS = "roundpipe_fx_checkpoints"
 _INPUTS_ON_HOST = "roundpipe_fx_inputs_on_host"
@@ -167,3 +175,45 @@ def is_in_scope(node: fx.Node) -> bool:
 def policy_of(node: fx.Node) -> torch.utils.checkpoint.CheckpointPolicy | None:
     """The selective checkpoint policy of a node; ``None`` outside of checkpoints, or without a policy."""
     return checkpoint_policy(node) if checkpoints_of(node) else None
+
+
+_KEY = "roundpipe_fx_budget"
+
+
+def memory_budget(budget: int | float | str) -> AbstractContextManager[Any]:
+    """Context manager that bounds the bytes saved, from forward to backward, of the values computed inside.
+
+    ::
+
+        def forward(self, x):
+            with roundpipe_fx.memory_budget(0.3):
+                x = self.expensive(x)
+            return self.head(x)
+
+    Regions nest; a value counts for the innermost region that computes it. Values that leave a segment are saved if the
+    plan continues from them. Together with a budget of the whole step, a region is an additional constraint. It has no
+    effect outside of a model that is compiled with roundpipe_fx.
+
+    Args:
+        budget: bytes of saved values (``int``, or a size like ``"512MiB"``), or a share in [0, 1]: 0 saves as little
+            as possible, 1 everything.
+
+    Returns:
+        the context manager.
+
+    Raises:
+        ValueError: ``budget`` is out of range, or a text that is not a size. Raised at once outside of compilation,
+            else when the model is planned.
+        TypeError: ``budget`` has another type.
+    """
+    if not torch.compiler.is_compiling():
+        parse_budget(budget)
+    return torch.fx.traceback.annotate({_KEY: budget})
+
+
+def budget_of_region(node: fx.Node) -> int | float | None:
+    """The budget of the innermost region that a node was traced in; ``None`` outside of any region."""
+    try:
+        return parse_budget((node.meta.get("custom") or {}).get(_KEY))
+    except (TypeError, ValueError) as error:
+        raise passed_through(error) from None

@@ -14,29 +14,26 @@ from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.alternative_plans import Alternatives
 from roundpipe_fx.ir.decisions import PlannedDivision
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.pipeline.make_schedule import make_schedule
-from roundpipe_fx.pipeline.same_segments import OperationKey
-from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.pipeline.settings import Pipelining, Structure
 from roundpipe_fx.pipeline.sharded_costs import copied_bytes, sharded_costs
 from roundpipe_fx.pipeline.steps import Steps, step_costs, steps_of
 from roundpipe_fx.schedules import (
     Schedule,
-    ScheduleSpec,
     StageGraph,
     StepCosts,
     Timing,
     simulate_time,
     validate,
 )
+from roundpipe_fx.schedules.building import make_schedule
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
 from roundpipe_fx.schedules.data_parallel import TOGETHER_BYTES, DataParallel, aligned_bytes
 from roundpipe_fx.schedules.memory import weights_of_devices
 from roundpipe_fx.schedules.offloads import Offload
-from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 from roundpipe_fx.schedules.sharding import KeptGathered, choose_kept, gaps_of
 from roundpipe_fx.schedules.step_costs import device_orders
 
-__all__ = ["LoweredPipeline", "Structure", "Variant", "gaps", "has_host", "variant_of"]
+__all__ = ["LoweredPipeline", "Variant", "gaps", "has_host", "variant_of"]
 
 
 @dataclass(frozen=True)
@@ -52,28 +49,6 @@ class Variant:
     lowered: Lowered
     steps: Steps
     costs: StepCosts
-
-
-@dataclass(frozen=True)
-class Structure:
-    """How a graph was cut: microbatches of another shape in the same step are cut alike.
-
-    Attributes:
-        schedule: its specification.
-        segments: how many there were.
-        cut: RoundPipe's slots, or the first segment of each stage.
-        starts: the first operation of each segment but the first.
-    """
-
-    schedule: ScheduleSpec
-    segments: int
-    cut: RoundPipePartition | tuple[int, ...]
-    starts: tuple[OperationKey | None, ...]
-
-    @property
-    def name(self) -> str:
-        """Name of the schedule."""
-        return self.schedule.name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,14 @@ from typing import Any, Literal
 import torch
 
 from roundpipe_fx.analysis.cost.network import Network
+from roundpipe_fx.pipeline.same_segments import OperationKey
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory
-from roundpipe_fx.schedules import SCHEDULES, Schedule, ScheduleSpec
+from roundpipe_fx.schedules import (
+    SCHEDULES,
+    Schedule,
+    ScheduleSpec,
+)
+from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 from roundpipe_fx.schedules.spec import given_spec
 
 __all__ = [
@@ -19,10 +25,13 @@ __all__ = [
     "LOSS_REDUCTIONS",
     "Pipelining",
     "StepCompileState",
+    "StepSetting",
+    "Structure",
     "Undivided",
     "parse_host_links",
     "parse_pipelining",
 ]
+
 
 CHECKPOINTS = ("always", "except_last", "never")
 LOSS_REDUCTIONS = ("mean", "sum")
@@ -30,30 +39,38 @@ COUNT_OF_BATCH = "num_items_in_batch"
 """The input by which Hugging Face's models divide the sum of their rows' losses; the Trainer counts it."""
 
 
-@dataclass(kw_only=True)
-class StepCompileState:
-    """State that the compilations of one step share.
+@dataclass(frozen=True, kw_only=True)
+class StepSetting:
+    """What the compilations of one step know of it.
 
     Attributes:
-        structure: how its first graph was cut (a ``Structure``), once there is one.
+        structure: how its first graph was cut, or how all are; ``None``: nothing says it yet.
         forwards_before_backwards: whether all forwards run before all backwards, with a loss outside between them.
         offloaded: whether the model lies on the host, and devices have of it what they need at the time.
         counted: whether the model is given the number of what counts in the batch.
-        optimizer: host memory of the optimizer, if it is known.
         sizes_differ: whether the step's microbatches have different sizes.
-        pinned: how every graph is cut (a ``Structure``), where the parameters of stages cannot move.
-        kept: how graphs are cut since microbatches of one step were cut differently (a ``Structure``), by whether
-            gradients are computed.
     """
 
-    structure: Any = None
+    structure: Structure | None = None
     forwards_before_backwards: bool = False
     offloaded: bool = False
     counted: bool = False
-    optimizer: OptimizerMemory = NO_OPTIMIZER
     sizes_differ: bool = False
-    pinned: Any = None
-    kept: dict[bool, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class StepCompileState:
+    """What steps tell the compilations of their graphs.
+
+    Attributes:
+        step: the one that captures its microbatches now.
+        optimizer: host memory of the optimizer, if it is known.
+        kept: how graphs are cut since microbatches of one step were cut differently, by whether gradients are computed.
+    """
+
+    step: StepSetting = StepSetting()
+    optimizer: OptimizerMemory = NO_OPTIMIZER
+    kept: dict[bool, Structure] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -274,3 +291,25 @@ def _device(asked: torch.device | str) -> torch.device:
             raise ValueError(f"devices: {asked!r} does not exist: this machine has cuda:0 to cuda:{count - 1}.")
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     raise ValueError(f"devices: {asked!r} is not supported; devices are 'cpu' or 'cuda:<number>'.")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How a graph was cut: microbatches of another shape in the same step are cut alike.
+
+    Attributes:
+        schedule: its specification.
+        segments: how many there were.
+        cut: RoundPipe's slots, or the first segment of each stage.
+        starts: the first operation of each segment but the first.
+    """
+
+    schedule: ScheduleSpec
+    segments: int
+    cut: RoundPipePartition | tuple[int, ...]
+    starts: tuple[OperationKey | None, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the schedule."""
+        return self.schedule.name

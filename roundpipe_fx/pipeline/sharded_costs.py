@@ -7,13 +7,12 @@ from collections import Counter
 import torch
 
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.distributed.sharding import padded_bytes
 from roundpipe_fx.ir.decisions import GatheredStage
 from roundpipe_fx.ir.joint_graph import viewed
 from roundpipe_fx.pipeline.steps import Steps
 from roundpipe_fx.schedules import StepCosts, Timing
 from roundpipe_fx.schedules.data_parallel import SMALL_BYTES
-from roundpipe_fx.schedules.sharding import ShardedCosts, gaps_of
+from roundpipe_fx.schedules.sharding import ShardedCosts, gaps_of, padded_bytes
 from roundpipe_fx.schedules.step_costs import device_orders
 
 __all__ = ["copied_bytes", "gathered_stages", "sharded_costs"]

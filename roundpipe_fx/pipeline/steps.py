@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from roundpipe_fx.analysis.cost.of_node import tensor_bytes
+from roundpipe_fx.analysis.cost.model import tensor_bytes
 from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes
 from roundpipe_fx.analysis.stage_calls import HeldBytes, simulate_calls
 from roundpipe_fx.codegen import StageModule

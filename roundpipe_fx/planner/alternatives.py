@@ -15,7 +15,7 @@ from roundpipe_fx.compiler.alternative_values import alternative_value, recomput
 from roundpipe_fx.ir.alternative_plans import Alternative, Alternatives, AlternativeValue
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.steps import steps_of
-from roundpipe_fx.planner.attempt import Attempt
+from roundpipe_fx.planner.evaluation import ScheduleEvaluation, timed
 from roundpipe_fx.schedules import Timing
 
 __all__ = ["chosen_among", "device_curves"]
@@ -27,9 +27,10 @@ _PIECES_OF_ALL = 16_384
 
 
 def chosen_among(
-    attempts: Sequence[Attempt], chosen: Attempt, budget: int, allowed: int | None = None
-) -> LoweredPipeline:
-    """The pipeline of an attempt, with the frontier of all.
+    attempts: Sequence[ScheduleEvaluation], chosen: ScheduleEvaluation, budget: int, allowed: int | None = None
+) -> ScheduleEvaluation:
+    """The chosen attempt, with the frontier of all, and with the sharded parameters gathered that the budget has room
+    for.
 
     Args:
         attempts: all that were simulated.
@@ -37,30 +38,31 @@ def chosen_among(
         budget: bytes that a device may allocate.
         allowed: bytes that the user allows; ``None``: no number was given.
     """
-    frontier: list[Attempt] = []
-    for attempt in sorted(attempts, key=lambda attempt: (attempt.seconds, attempt.peak)):
+    frontier: list[ScheduleEvaluation] = []
+    for attempt in sorted(attempts, key=lambda attempt: (attempt.recompute_seconds, attempt.peak)):
         if not frontier or attempt.peak < frontier[-1].peak:
             frontier.append(attempt)
-    return dataclasses.replace(
+    pipeline = dataclasses.replace(
         _with_own_modules(chosen),
         budget=budget,
         allowed=allowed,
-        trade_off=tuple((attempt.peak, attempt.seconds) for attempt in frontier),
+        trade_off=tuple((attempt.peak, attempt.recompute_seconds) for attempt in frontier),
         alternatives=_alternatives(chosen, frontier),
     )
+    return timed(chosen, pipeline, pipeline.predict(pipeline.pipelining.microbatches))
 
 
-def _with_own_modules(attempt: Attempt) -> LoweredPipeline:
+def _with_own_modules(attempt: ScheduleEvaluation) -> LoweredPipeline:
     """An attempt's pipeline, in whose stage modules values have its own names."""
-    main = attempt.pipeline.main
+    main = attempt.plan.main
     if attempt.emit is None:
-        return attempt.pipeline
+        return attempt.plan
     lowered = attempt.emit()
     variant = dataclasses.replace(main, lowered=lowered, steps=steps_of(lowered))
-    return dataclasses.replace(attempt.pipeline, main=variant, last=variant)
+    return dataclasses.replace(attempt.plan, main=variant, last=variant)
 
 
-def _alternatives(chosen: Attempt, frontier: Sequence[Attempt]) -> Alternatives:
+def _alternatives(chosen: ScheduleEvaluation, frontier: Sequence[ScheduleEvaluation]) -> Alternatives:
     shown = [*frontier, *([] if any(attempt is chosen for attempt in frontier) else [chosen])]
     numbers: dict[str, int] = {}
     values: list[AlternativeValue] = []
@@ -71,18 +73,18 @@ def _alternatives(chosen: Attempt, frontier: Sequence[Attempt]) -> Alternatives:
                 values.append(alternative_value(node))
         return tuple(numbers[name] for name in nodes)
 
-    def told(attempt: Attempt) -> Alternative:
-        joint = attempt.pipeline.main.lowered.joint
+    def told(attempt: ScheduleEvaluation) -> Alternative:
+        joint = attempt.plan.main.lowered.joint
         recomputed = recomputed_nodes(joint)
         return Alternative(
             bytes=attempt.peak,
-            seconds=attempt.seconds,
+            seconds=attempt.recompute_seconds,
             curve=(),
             forward=0,
             saved=indices({name: node for name, node in saved_nodes(joint).items() if name not in recomputed}),
             recomputed=indices(recomputed),
             devices=device_curves(attempt.timing),
-            makespan=attempt.timing.makespan,
+            makespan=attempt.seconds,
         )
 
     plans = tuple(map(told, shown))

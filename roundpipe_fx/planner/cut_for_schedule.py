@@ -26,10 +26,8 @@ from roundpipe_fx.budget import available_memory
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
 from roundpipe_fx.passes.entry import PassLevel
-from roundpipe_fx.pipeline.lowered_pipeline import Structure
 from roundpipe_fx.pipeline.same_segments import OperationKey, same_boundaries, segment_starts, starts_like
-from roundpipe_fx.pipeline.settings import Pipelining
-from roundpipe_fx.planner.lower import asked_budget
+from roundpipe_fx.pipeline.settings import Pipelining, Structure
 from roundpipe_fx.planner.stages_in_pieces import pieces_of
 from roundpipe_fx.schedules import ScheduleSpec
 from roundpipe_fx.schedules.balance_offloaded_stages import Weights, balance_offloaded_stages
@@ -150,17 +148,16 @@ def _stages_to_average(joint: JointGraph, sharded: bool) -> int:
     return max(1, min(len(joint.segments), size // (_GATHERED_BYTES if sharded else _AVERAGED_BYTES)))
 
 
-def weight_limits(joint: JointGraph, setting: Setting) -> list[int | None]:
+def weight_limits(setting: Setting, budget: int | float | None) -> list[int | None]:
     """Limits to try for the weights of an offloaded model.
 
     Args:
-        joint: the graph of a microbatch.
-        setting: the user's options, and the device.
+        setting: what lowering knows besides the graph.
+        budget: bytes or a share of a device; ``None``: what it has available.
 
     Returns:
         Bytes on a device, in the order in which they are to be tried; ``None``: as few as possible.
     """
-    budget = asked_budget(joint, setting.options, setting.device)
     if isinstance(budget, float):
         return [None]
     if budget is None:

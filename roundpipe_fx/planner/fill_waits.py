@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from roundpipe_fx.planner.attempt import Attempt
+from roundpipe_fx.planner.evaluation import ScheduleEvaluation
+from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.early import EarlyChoices, early_at, early_choices
-from roundpipe_fx.remat.search import Candidate
+from roundpipe_fx.remat.search import SimulatedSchedule
 from roundpipe_fx.schedules import ActionKind, StageGraph, StepCosts
 
 __all__ = ["with_waits_filled"]
@@ -26,13 +27,13 @@ _GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 
 
 def with_waits_filled(
-    best: Attempt,
-    fitting: Sequence[Attempt],
-    attempt: Callable[[Candidate], Attempt],
+    best: ScheduleEvaluation,
+    fitting: Sequence[ScheduleEvaluation],
+    attempt: Callable[[SimulatedSchedule], ScheduleEvaluation],
     split: bool,
     microbatches: int,
     limit: int,
-) -> Attempt:
+) -> ScheduleEvaluation:
     """The quickest step where devices recompute while they wait for gradients; ``best`` if that takes as long.
 
     A plan that recomputes more may then be quicker: of the plans that fit, those are tried whose step would be the
@@ -48,27 +49,30 @@ def with_waits_filled(
     """
     promising = []
     for start in fitting:
-        if start.chosen is not None:
-            choices = early_choices(start.chosen.graph, start.chosen.candidate.schedule, split)
+        if isinstance(start.candidate.saved, Chosen):
+            choices = early_choices(start.candidate.saved.graph, start.candidate.saved.candidate.schedule, split)
             promising.append((_makespan_if_early(start, choices, microbatches), start, choices))
     for shortest, hopeful, choices in sorted(promising, key=lambda item: (item[0], item[1].peak))[:_MOST_FILLED]:
-        if shortest < best.timing.makespan * (1 - _LONGER):
-            best = min([best, *_filled(hopeful, choices, attempt, limit)], key=lambda tried: tried.timing.makespan)
+        if shortest < best.seconds * (1 - _LONGER):
+            best = min([best, *_filled(hopeful, choices, attempt, limit)], key=lambda tried: tried.seconds)
     return best
 
 
 def _filled(
-    start: Attempt, choices: EarlyChoices, attempt: Callable[[Candidate], Attempt], limit: int
-) -> list[Attempt]:
+    start: ScheduleEvaluation,
+    choices: EarlyChoices,
+    attempt: Callable[[SimulatedSchedule], ScheduleEvaluation],
+    limit: int,
+) -> list[ScheduleEvaluation]:
     """An attempt with as much early as fits: each device halves the early part of its stages until it is within the
     limit."""
-    assert start.chosen is not None
-    candidate = start.chosen.candidate
+    assert isinstance(start.candidate.saved, Chosen)
+    candidate = start.candidate.saved.candidate
     level = {stage: len(of_stage) - 1 for stage, of_stage in choices.items()}
     orders = start.timing.schedule.orders
     while any(level.values()):
         filled = attempt(dataclasses.replace(candidate, schedule=early_at(candidate.schedule, choices, level)))
-        full = [order for order, peak in zip(orders, filled.timing.peak_bytes, strict=True) if peak > limit]
+        full = [order for order, peak in zip(orders, filled.peaks, strict=True) if peak > limit]
         over = {stage for order in full for stage in order[:, 1].tolist() if level.get(stage)}
         if not full:
             return [filled]
@@ -79,11 +83,11 @@ def _filled(
     return []
 
 
-def _makespan_if_early(attempt: Attempt, choices: EarlyChoices, microbatches: int) -> float:
+def _makespan_if_early(attempt: ScheduleEvaluation, choices: EarlyChoices, microbatches: int) -> float:
     """The makespan if each stage ran everything that may be early in its recompute module, regardless of memory."""
-    assert attempt.chosen is not None
-    steps = [step for _, block in attempt.chosen.candidate.schedule.backward for step in block]
-    main = attempt.pipeline.main
+    assert isinstance(attempt.candidate.saved, Chosen)
+    steps = [step for _, block in attempt.candidate.saved.candidate.schedule.backward for step in block]
+    main = attempt.plan.main
     seconds, reads = dict(main.costs.seconds), dict(main.steps.graph.reads)
     for stage, of_stage in choices.items():
         early = sum(steps[place].seconds or steps[place].operation.seconds for place in of_stage[-1])
@@ -96,4 +100,4 @@ def _makespan_if_early(attempt: Attempt, choices: EarlyChoices, microbatches: in
     graph = StageGraph(reads, main.steps.graph.carried)
     costs = StepCosts(seconds=seconds, transfer_seconds=main.costs.transfer_seconds)
     variant = dataclasses.replace(main, steps=dataclasses.replace(main.steps, graph=graph), costs=costs)
-    return dataclasses.replace(attempt.pipeline, main=variant, last=variant).predict(microbatches).makespan
+    return dataclasses.replace(attempt.plan, main=variant, last=variant).predict(microbatches).makespan

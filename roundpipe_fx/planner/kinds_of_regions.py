@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeAlias
 
 from torch import fx
 
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, elements
 from roundpipe_fx.budget import Found
-from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations import summed, tiled
+from roundpipe_fx.compiler.operations_in_tiles import summed, tiled
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.tile_loop import TileLoop
@@ -26,23 +25,19 @@ from roundpipe_fx.planner.class_tiles import (
     operations_of,
     seconds_of,
 )
+from roundpipe_fx.planner.evaluation import E, Space
 from roundpipe_fx.planner.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.remat.choose import Bottleneck, Unmet
 
-__all__ = [
-    "Kind",
-    "Kinds",
-    "Planned",
-    "Tiles",
-    "by_kind",
-    "first_tiles",
-    "names_of",
-]
+__all__ = ["Kind", "Kinds", "Tiles", "by_kind", "first_tiles", "names_of"]
 
 _ROWS = 128
 """A tile begins with at least so many rows: matrix products with fewer are slower."""
 _CLASSES = 1024
 """The same for classes: gradients of what a head reads are summed over tiles, and rounded once for each."""
+
+_MORE = (2, 4, 8)
+"""Multiples of the first number of tiles that are tried where the bottleneck is not known."""
 
 Tiles: TypeAlias = Sequence[tuple[TileRegion, int]]
 """Regions with their number of tiles."""
@@ -50,25 +45,24 @@ Kind: TypeAlias = tuple[Any, ...]
 """The same for regions that do the same on the same shapes."""
 _TilesOfKinds: TypeAlias = frozenset[tuple[Kind, int]]
 """Kinds with their number of tiles."""
-Planned: TypeAlias = Callable[[JointGraph, Setting, int | float, int | None], Found[Lowered] | Unmet]
-"""Plans for a budget, as :func:`roundpipe_fx.planner.program_within_budget.within` does."""
 
 
-class Kinds:
+class Kinds(Generic[E]):
     """The regions of a graph by kind, found as far as they are asked for, and what is known of plans in tiles.
 
     Args:
         joint: an annotated graph; not changed.
         setting: what else there is to know.
-        planned: plans graphs.
+        space: plans graphs.
 
     Attributes:
         setting: what else there is to know.
+        space: plans graphs.
     """
 
-    def __init__(self, joint: JointGraph, setting: Setting, planned: Planned) -> None:
-        self.setting = setting
-        self._joint, self._planned = joint, planned
+    def __init__(self, joint: JointGraph, setting: Setting, space: Space[E]) -> None:
+        self.setting, self.space = setting, space
+        self._joint = joint
         self._least: dict[_TilesOfKinds, Unmet] = {}
         """What one operation needs alone; found where it is more than a limit."""
         self._fitting: dict[_TilesOfKinds, int] = {}
@@ -110,9 +104,7 @@ class Kinds:
         """The largest number of tiles that there can be."""
         return self._of(kind)[0].most_tiles
 
-    def planned(
-        self, tiles: Mapping[Kind, int], budget: int | float, limit: int | None
-    ) -> Found[Lowered | None] | Unmet:
+    def planned(self, tiles: Mapping[Kind, int], budget: int | float, limit: int | None) -> Found[E | None] | Unmet:
         """A plan for a budget, with kinds in so many tiles. One that is known not to be there is not searched for.
 
         Args:
@@ -133,7 +125,7 @@ class Kinds:
         result = self.planned_in(self.in_tiles(tiles), budget, limit)
         if isinstance(result, Found):
             return result
-        if result.bottleneck.chosen is None:
+        if result.bottleneck.is_of_one_operation:
             self._least[key] = result
         else:
             self._lowest[key] = result
@@ -145,7 +137,7 @@ class Kinds:
         """The regions of kinds, with their number of tiles."""
         return [(region, count) for kind, count in tiles.items() for region in self._of(kind)]
 
-    def planned_in(self, tiles: Tiles, budget: int | float, limit: int | None = None) -> Found[Lowered] | Unmet:
+    def planned_in(self, tiles: Tiles, budget: int | float, limit: int | None = None) -> Found[E] | Unmet:
         """A plan for a budget, with regions in so many tiles.
 
         Args:
@@ -157,7 +149,7 @@ class Kinds:
         self._compared_in.clear()
         if graph is None:
             graph = tiled(self._graph, tiles, self.setting)
-        return self._planned(graph, self.setting, budget, limit)
+        return self.space.planned(graph, self.setting, budget, limit)
 
     def _compared(self, joint: JointGraph, tiles: Tiles) -> JointGraph:
         """A graph whose seconds are compared, and which may be planned then."""
@@ -172,10 +164,44 @@ class Kinds:
             tiles: of a plan. Loss heads that have tiles of classes there have such.
         """
         heads = [region for region, _ in tiles if region.online]
-        by_class = frozenset().union(*(operations_of(self._graph, head) for head in heads))
+        by_class = self._covered(heads)
         regions = self._regions.as_wide_as(0)
         others = [region for region in regions if by_class.isdisjoint(operations_of(self._graph, region))]
         return tilings_by_segment(self._graph, [*others, *heads], limit, self.setting)
+
+    def widest_first(self) -> Iterator[Tiles]:
+        """Yield tiles to try where the bottleneck is not known: more and more kinds, widest first, then all in more
+        tiles. At last loss heads have tiles of their classes, even where these are not quicker."""
+        heads = [head for kind in self._heads.values() for head in kind]
+        kinds: list[list[TileRegion]] = []
+        first: list[int] = []
+        tiles: Tiles = []
+
+        def of_kinds(times: int, count: int) -> Tiles:
+            in_tiles = [
+                (region, min(times * number, region.most_tiles))
+                for kind, number in zip(kinds[:count], first, strict=False)
+                for region in kind
+            ]
+            return instead_of_rows(self._graph, in_tiles, heads, self._compared)
+
+        for regions_so_far in self._regions.by_width():  # narrower ones only if the wider ones do not suffice
+            known, kinds = len(kinds), list(by_kind(regions_so_far).values())
+            first = [first_tiles(kind[0]) for kind in kinds]
+            for count in range(known + 1, len(kinds) + 1):
+                tiles = of_kinds(1, count)
+                yield tiles
+        for times in _MORE if kinds else ():
+            tiles = of_kinds(times, len(kinds))
+            yield tiles
+        by_class = self._covered(heads)
+        others = [one for one in tiles if by_class.isdisjoint(operations_of(self._graph, one[0]))]
+        for times in (1, *_MORE) if heads else ():
+            yield [*others, *((head, min(times * first_tiles(head), head.most_tiles)) for head in heads)]
+
+    def _covered(self, regions: Iterable[TileRegion]) -> frozenset[str]:
+        """Names of the operations that the loops of some regions replace."""
+        return frozenset().union(*(operations_of(self._graph, region) for region in regions))
 
     @property
     def have_classes(self) -> bool:
@@ -210,8 +236,7 @@ class Kinds:
     def _holding(self, kind: Kind) -> frozenset[str]:
         """Names of what is not as wide, or not at all, with the regions of a kind in tiles."""
         if kind not in self._holding_of:
-            names = (operations_of(self._graph, region) for region in self._of(kind))
-            self._holding_of[kind] = frozenset().union(*names)
+            self._holding_of[kind] = self._covered(self._of(kind))
         return self._holding_of[kind]
 
     def _running(self, needs: Bottleneck) -> list[fx.Node]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.ir.segment import StageCut
-from roundpipe_fx.planner.attempt import Attempt
+from roundpipe_fx.planner.evaluation import ScheduleEvaluation
 from roundpipe_fx.planner.segments_on_host import segments_on_host
 from roundpipe_fx.remat.chain import Decision, SegmentChain
 from roundpipe_fx.remat.in_flight import SegmentRun
@@ -37,11 +37,11 @@ class LinkPrices:
         chain: SegmentChain,
         save_options: list[list[SaveOption]],
         runs: Sequence[SegmentRun],
-        first: Attempt,
+        first: ScheduleEvaluation,
         cuts: Sequence[StageCut],
     ) -> None:
         self._graph, self._chain, self._save_options, self._runs = graph, chain, save_options, runs
-        costs = first.pipeline.main.costs
+        costs = first.plan.main.costs
         assert costs.host_bandwidth is not None
         self._segments = segments_on_host(first.timing, costs, cuts, chain, runs)
         self._byte_seconds = 1 / costs.host_bandwidth

@@ -19,30 +19,25 @@ from roundpipe_fx.budget import Found, Infeasible, Result, default_budget
 from roundpipe_fx.compiler.cached_marks import FIRST_MARKING_PASS, mark_as_cached, marks_as_data, remove_marks
 from roundpipe_fx.compiler.emit import device_of, emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations import cut, operations_of
+from roundpipe_fx.compiler.operations_in_tiles import cut, operations_of
 from roundpipe_fx.compiler.plan_cache import CachedPlan, PlanFile, Recalled, plan_file
 from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes
 from roundpipe_fx.compiler.schedule_data import schedule_as_data, schedule_from_data
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.ir.region import budget_of_region
+from roundpipe_fx.ir.recompute_marks import budget_of_region
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
-from roundpipe_fx.planner.program_within_budget import following_rotor
+from roundpipe_fx.planner.program_within_budget import PROGRAMS, following_rotor
+from roundpipe_fx.planner.search import search
 from roundpipe_fx.planner.tiled_frontier import plans_in_tiles
-from roundpipe_fx.planner.tiling import plan_with_tiles
 from roundpipe_fx.planner.with_host import host_room
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.save_policy import SavePolicy, save_all, save_stage_inputs
 from roundpipe_fx.runtime.library_memory import expected_library_bytes
+from roundpipe_fx.torch_private import input_sizes
 
-__all__ = [
-    "SAVE_POLICIES",
-    "asked_budget",
-    "bounded_in_bytes",
-    "lower",
-    "prepare",
-]
+__all__ = ["SAVE_POLICIES", "asked_budget", "bounded_in_bytes", "lower", "prepare"]
 
 
 SAVE_POLICIES: Mapping[str, SavePolicy] = {"none": save_all, "full": save_stage_inputs}
@@ -94,10 +89,10 @@ def lower(
     if budget is not None:
         looking = _looking_in_tiles(joint, setting)
         rotor = options.rotor is not None
-        result = following_rotor(joint, setting) if rotor else plan_with_tiles(joint, budget, looking)
+        result = following_rotor(joint, setting) if rotor else _searched(joint, budget, looking)
         if isinstance(result, Infeasible) and isinstance(asked, float):
             # The limit is a share of what graphs needed when they were planned alone, before a step had shown all.
-            result = plan_with_tiles(joint, result.minimum, looking)
+            result = _searched(joint, result.minimum, looking)
         if isinstance(result, Infeasible):
             return result
         lowered = result.value
@@ -116,6 +111,15 @@ def lower(
         setting.costs.save()
     write_trials(setting.device)
     return Found(lowered)
+
+
+def _searched(joint: JointGraph, budget: int | float, setting: Setting) -> Result[Lowered]:
+    """The programs of the quickest plan, or what the user is told."""
+    result = search(joint, budget, setting, PROGRAMS)
+    if isinstance(result, Found):
+        return Found(result.value.plan)
+    wants_sizes = setting.options.tiling != "never" and bool(input_sizes(joint.module))
+    return Infeasible(minimum=result.minimum, bottleneck=result.bottleneck.text, wants_sizes=wants_sizes)
 
 
 def prepare(

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from roundpipe_fx.pipeline.host_memory import host_memory_of
 from roundpipe_fx.pipeline.settings import Pipelining
-from roundpipe_fx.planner.attempt import Attempt
+from roundpipe_fx.planner.evaluation import ScheduleEvaluation, timed
 from roundpipe_fx.schedules import simulate_time
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
 from roundpipe_fx.schedules.offloads import offloads_at_distance
@@ -35,7 +35,7 @@ _SHARES = (0.9, 0.8)
 """Shares of the limit within which the chain is solved then, at a lower price: copies need room on the device."""
 
 
-def may_leave_unasked(attempt: Attempt, pipelining: Pipelining) -> bool:
+def may_leave_unasked(attempt: ScheduleEvaluation, pipelining: Pipelining) -> bool:
     """Whether values may leave for the host though the user has not asked for it, and have the time.
 
     Args:
@@ -44,14 +44,14 @@ def may_leave_unasked(attempt: Attempt, pipelining: Pipelining) -> bool:
     """
     if pipelining.offloaded:
         return True
-    costs = attempt.pipeline.main.costs
+    costs = attempt.plan.main.costs
     if costs.host_bandwidth is None or not pipelining.sends_unasked:
         return False
     may_leave, _ = offloads_at_distance(attempt.timing.schedule, costs, {}, 0)
     return bool(may_leave)
 
 
-def with_offloads(attempt: Attempt, limit: int) -> Attempt:
+def with_offloads(attempt: ScheduleEvaluation, limit: int) -> ScheduleEvaluation:
     """An attempt with as much on the host as brings its devices within a limit; the quickest, or the nearest to it.
 
     Args:
@@ -67,18 +67,19 @@ def with_offloads(attempt: Attempt, limit: int) -> Attempt:
     return min(tried, key=lambda candidate: _cost(candidate, limit))
 
 
-def _by_rule(attempt: Attempt, rule: OffloadRule) -> Attempt:
-    timing, costs = attempt.timing, attempt.pipeline.main.costs
+def _by_rule(attempt: ScheduleEvaluation, rule: OffloadRule) -> ScheduleEvaluation:
+    timing, costs = attempt.timing, attempt.plan.main.costs
     if timing.offloads:  # those that leave under any rule
         timing = simulate_time(timing.schedule, timing.graph, costs)
     offloads = offloads_within(timing, costs, {}, rule)
     timing = simulate_time(timing.schedule, timing.graph, costs, offloads=offloads)
-    return dataclasses.replace(attempt, pipeline=dataclasses.replace(attempt.pipeline, offload=rule), timing=timing)
+    sent = dataclasses.replace(attempt, candidate=dataclasses.replace(attempt.candidate, sent=rule))
+    return timed(sent, dataclasses.replace(attempt.plan, offload=rule), timing)
 
 
 def quickest_offloaded(
-    attempt_at: Callable[[float, int], Attempt], limit: int, pipelining: Pipelining, host_budget: int | None
-) -> list[Attempt]:
+    attempt_at: Callable[[float, int], ScheduleEvaluation], limit: int, pipelining: Pipelining, host_budget: int | None
+) -> list[ScheduleEvaluation]:
     """Attempts with values on the host: at some prices of the link, and at prices around the best of them.
 
     Args:
@@ -88,10 +89,10 @@ def quickest_offloaded(
         pipelining: the user's.
         host_budget: bytes of the host; ``None``: no limit.
     """
-    attempts: dict[float, Attempt] = {}
-    sent: dict[int, Attempt] = {}
+    attempts: dict[float, ScheduleEvaluation] = {}
+    sent: dict[int, ScheduleEvaluation] = {}
 
-    def attempt_with(power: float, share: float = 1.0) -> Attempt:
+    def attempt_with(power: float, share: float = 1.0) -> ScheduleEvaluation:
         attempt = attempt_at(2.0**power, int(limit * share))
         if id(attempt) not in sent:  # prices that differ often make the same choice
             sent[id(attempt)] = with_offloads(attempt, limit)
@@ -102,7 +103,7 @@ def quickest_offloaded(
         beyond, seconds = _cost(attempt, limit)
         on_host = 0
         if host_budget is not None:
-            needed = host_memory_of(attempt.pipeline, attempt.timing, pipelining).total
+            needed = host_memory_of(attempt.plan, attempt.timing, pipelining).total
             on_host = max(needed - host_budget, 0)
         return beyond, on_host, seconds
 
@@ -124,6 +125,6 @@ def quickest_offloaded(
     return list(sent.values())
 
 
-def _cost(attempt: Attempt, limit: int) -> tuple[int, float]:
+def _cost(attempt: ScheduleEvaluation, limit: int) -> tuple[int, float]:
     """What is compared: bytes beyond the limit, then seconds."""
-    return max(attempt.peak - limit, 0), attempt.timing.makespan
+    return max(attempt.peak - limit, 0), attempt.seconds

@@ -13,21 +13,30 @@ from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.budget import Found, Infeasible, Result, first_found
 from roundpipe_fx.compiler.emit import emit, full_of
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations import cut, operations_of, uncut, with_gradients, without_common_subexpressions
+from roundpipe_fx.compiler.operations_in_tiles import (
+    cut,
+    operations_of,
+    uncut,
+    with_gradients,
+    without_common_subexpressions,
+)
 from roundpipe_fx.compiler.overlap import stages_to_overlap
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.values_on_host import wants_host
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import PassLevel
+from roundpipe_fx.planner.evaluation import Candidate, Evaluation, Space
+from roundpipe_fx.planner.search import cut_finer
 from roundpipe_fx.planner.with_host import TRIED, has_host, host_room, least_recomputed, stage_starts
 from roundpipe_fx.remat.choose import Bottleneck, Chosen, Unmet, choices, choose, unmet_by
 from roundpipe_fx.remat.early import early_within
 from roundpipe_fx.remat.follow_sequence import fit_sequence
 from roundpipe_fx.remat.least_bytes import least_bytes
 from roundpipe_fx.remat.schedule import remat_schedule
-from roundpipe_fx.remat.search import Candidate
+from roundpipe_fx.remat.search import SimulatedSchedule
+from roundpipe_fx.schedules.choose_offloads import OffloadRule
 
-__all__ = ["following_rotor", "within"]
+__all__ = ["PROGRAMS", "following_rotor"]
 
 log = logging.getLogger(__name__)
 
@@ -67,26 +76,35 @@ class _CutGraph:
         """What the early part of recomputations may run beside."""
         return stages_to_overlap(self.joint, full_of(self.setting))
 
-    def emitted(self, chosen: Chosen, sent: int = 0) -> Lowered:
-        """Emitted as chosen. Programs may need a little more than was planned: then nothing is early.
+    def evaluate(self, candidate: Candidate) -> Evaluation[Lowered]:
+        """Emit and simulate a candidate. Programs may need a little more than was planned: then nothing is early.
 
         Args:
-            chosen: the plan.
-            sent: bytes of values that leave for the host, if as many have the time.
+            candidate: its schedule was searched for.
         """
+        chosen = candidate.saved
+        assert isinstance(chosen, Chosen) and not isinstance(candidate.sent, OffloadRule)
         followed, schedule = chosen.followed, chosen.candidate.schedule
         early = early_within(followed, schedule, self.beside)
-        setting = dataclasses.replace(self.setting, sent=sent)
+        setting = dataclasses.replace(self.setting, sent=candidate.sent or 0)
         for tried in (schedule,) if early is schedule else (early, schedule):
             copy = (self.joint if followed is not self.whole or self.shared is None else self.shared).copy()
             remat = remat_schedule(followed, tried).on(copy.graph)
             lowered = emit(copy, setting.knowing(schedule=remat), chosen=chosen)
             if lowered.peak.bytes <= chosen.limit:
                 break
-        return lowered
+        return Evaluation(
+            candidate=candidate,
+            plan=lowered,
+            peaks=(lowered.peak.bytes,),
+            seconds=sum(lowered.seconds.values()),
+            recompute_seconds=lowered.recompute_seconds,
+        )
 
 
-def within(joint: JointGraph, setting: Setting, budget: int | float, limit: int | None) -> Found[Lowered] | Unmet:
+def _within(
+    joint: JointGraph, setting: Setting, budget: int | float, limit: int | None
+) -> Found[Evaluation[Lowered]] | Unmet:
     """Plan for a budget, with values on the host where that saves recomputation, or where no plan fits without it.
 
     Args:
@@ -109,48 +127,14 @@ def within(joint: JointGraph, setting: Setting, budget: int | float, limit: int 
             return Infeasible(minimum=least.bytes, bottleneck=Bottleneck(operation=least.operation, live=least.live))
     if wanted and isinstance(budget, int):
         plans = _some_of(choices(operations, budget, setting.share, graph.whole), _EMITTED)
-        return first_found(_within_limit(graph.emitted(chosen), chosen) for chosen in plans)
-    without = _without_host(graph, budget)
-    if on_host is None or (isinstance(without, Found) and not without.value.recompute_seconds):
-        return without
-    return _with_host(on_host, graph, without, room) or without
+        return first_found(_within_limit(graph.evaluate(Candidate(chosen))) for chosen in plans)
+    coarse = _save_less(graph, budget)
+    if on_host is None:
+        return coarse
+    return cut_finer(coarse, lambda: _send_to_host(on_host, graph, coarse, room))
 
 
-def _with_host(
-    joint: JointGraph, graph: _CutGraph, without: Found[Lowered] | Unmet, room: int
-) -> Found[Lowered] | Unmet | None:
-    """A plan that recomputes less than one without values on the host, or fits where none does without.
-
-    Args:
-        joint: the graph, which is not cut.
-        graph: the same, cut, for which the plan without was made.
-        without: that plan, or what it needs at the least.
-        room: bytes of values that may be on the host.
-
-    Returns:
-        the plan. If none fits without and none with values on the host, what these need, if it is less; else ``None``.
-    """
-    chosen = without.value.chosen if isinstance(without, Found) else without.bottleneck.chosen
-    assert isinstance(chosen, Chosen)
-    if graph.setting.options.stages == "auto":
-        # Copies begin and end between stages, and a heavy one, as a loss head, would have all others be as heavy.
-        fine = graph.setting.knowing(stage_starts=stage_starts(len(graph.joint.segments)))
-        graph = _CutGraph.of(cut(joint, fine), fine)
-    graph = dataclasses.replace(graph, setting=dataclasses.replace(graph.setting, room=room))
-    plans = choices(graph.operations, chosen.limit, 1.0, graph.whole)
-    if isinstance(without, Found):
-        plans = [plan for plan in plans if plan.candidate.seconds < chosen.candidate.seconds]
-    if not plans:
-        return None
-    lowered, plan = least_recomputed(_some_of(plans, TRIED), graph.emitted, room)
-    if lowered.peak.bytes <= chosen.limit:
-        return Found(lowered)
-    if isinstance(without, Infeasible) and lowered.peak.bytes < without.minimum:
-        return unmet_by(plan, lowered.peak.bytes)
-    return None
-
-
-def _without_host(graph: _CutGraph, budget: int | float) -> Found[Lowered] | Unmet:
+def _save_less(graph: _CutGraph, budget: int | float) -> Found[Evaluation[Lowered]] | Unmet:
     """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used.
 
     Args:
@@ -158,16 +142,45 @@ def _without_host(graph: _CutGraph, budget: int | float) -> Found[Lowered] | Unm
         budget: bytes or a share.
     """
     margin = 0
-    emitted: list[tuple[Candidate, int]] = []
+    emitted: list[tuple[SimulatedSchedule, int]] = []
     while True:
         chosen = choose(graph.operations, budget, graph.setting.share, margin, graph.whole, emitted)
-        lowered = graph.emitted(chosen)
-        excess = lowered.peak.bytes - chosen.limit
+        evaluation = graph.evaluate(Candidate(chosen))
+        excess = evaluation.peak - chosen.limit
         if excess <= 0 or not chosen.fits:
-            return _within_limit(lowered, chosen)
-        emitted.append((chosen.candidate, lowered.peak.bytes))
+            return _within_limit(evaluation)
+        emitted.append((chosen.candidate, evaluation.peak))
         log.info(_REPLANNING, excess)
         margin += excess
+
+
+def _send_to_host(
+    joint: JointGraph, graph: _CutGraph, coarse: Found[Evaluation[Lowered]] | Unmet, room: int
+) -> Found[Evaluation[Lowered]] | Unmet | None:
+    """A plan that recomputes less than one without values on the host, or fits where none does without.
+
+    Args:
+        joint: the graph, which is not cut.
+        graph: the same, cut, for which the plan without was made.
+        coarse: that plan, or what it needs at the least.
+        room: bytes of values that may be on the host.
+
+    Returns:
+        the plan, or what needs least of those that were tried; ``None``: there is nothing to try.
+    """
+    chosen = coarse.value.candidate.saved if isinstance(coarse, Found) else coarse.bottleneck.chosen
+    assert isinstance(chosen, Chosen)
+    if graph.setting.options.stages == "auto":
+        # Copies begin and end between stages, and a heavy one, as a loss head, would have all others be as heavy.
+        fine = graph.setting.knowing(stage_starts=stage_starts(len(graph.joint.segments)))
+        graph = _CutGraph.of(cut(joint, fine), fine)
+    graph = dataclasses.replace(graph, setting=dataclasses.replace(graph.setting, room=room))
+    plans = choices(graph.operations, chosen.limit, 1.0, graph.whole)
+    if isinstance(coarse, Found):
+        plans = [plan for plan in plans if plan.candidate.seconds < chosen.candidate.seconds]
+    if not plans:
+        return None
+    return _within_limit(least_recomputed(_some_of(plans, TRIED), graph.evaluate, room))
 
 
 def following_rotor(joint: JointGraph, setting: Setting) -> Result[Lowered]:
@@ -186,20 +199,24 @@ def following_rotor(joint: JointGraph, setting: Setting) -> Result[Lowered]:
             return fitted
         candidate = fitted.value.candidate
         frontier = ((candidate.peak.bytes, candidate.seconds),)
-        lowered = graph.emitted(
-            Chosen(candidate=candidate, limit=limit, graph=operations, frontier=frontier, followed=operations)
-        )
-        excess = lowered.peak.bytes - limit
+        chosen = Chosen(candidate=candidate, limit=limit, graph=operations, frontier=frontier, followed=operations)
+        evaluation = graph.evaluate(Candidate(chosen))
+        excess = evaluation.peak - limit
         if excess <= 0:
-            return Found(lowered)
+            return Found(evaluation.plan)
         log.info(_REPLANNING, excess)
         margin += excess
 
 
-def _within_limit(lowered: Lowered, chosen: Chosen) -> Found[Lowered] | Unmet:
+def _within_limit(evaluation: Evaluation[Lowered]) -> Found[Evaluation[Lowered]] | Unmet:
     """Judge a plan by the programs that were emitted for it."""
-    return Found(lowered) if lowered.peak.bytes <= chosen.limit else unmet_by(chosen, lowered.peak.bytes)
+    chosen = evaluation.candidate.saved
+    assert isinstance(chosen, Chosen)
+    return Found(evaluation) if evaluation.peak <= chosen.limit else unmet_by(chosen, evaluation.peak)
 
+
+PROGRAMS: Space[Evaluation[Lowered]] = Space(planned=_within)
+"""Plans for one device."""
 
 _EMITTED = 24
 """Plans that are emitted at most, where it is known only then what they need."""

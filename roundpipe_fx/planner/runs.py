@@ -10,7 +10,7 @@ import numpy as np
 from roundpipe_fx.ir.segment import StageCut
 from roundpipe_fx.remat.in_flight import SegmentRun
 from roundpipe_fx.schedules import ActionKind, Timing
-from roundpipe_fx.schedules.schedule import NUMBER
+from roundpipe_fx.schedules.timetable import NUMBER
 
 __all__ = ["microbatches_in_flight", "runs_of"]
 

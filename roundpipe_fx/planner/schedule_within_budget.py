@@ -23,28 +23,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from roundpipe_fx.budget import Found, Infeasible, Result, bytes_text, limit_of, share_hint
+from roundpipe_fx.budget import Found, Infeasible, bytes_text, limit_of, share_hint
 from roundpipe_fx.codegen import KnownModules
 from roundpipe_fx.compiler.emit import emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations import operations_of
-from roundpipe_fx.pipeline.host_memory import host_budget_of
-from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, gaps, variant_of
-from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.compiler.operations_in_tiles import operations_of
+from roundpipe_fx.pipeline.host_memory import host_budget_of, host_memory_of
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, gaps, variant_of
+from roundpipe_fx.pipeline.settings import Pipelining, Structure
 from roundpipe_fx.planner.alternatives import chosen_among
-from roundpipe_fx.planner.attempt import Attempt
 from roundpipe_fx.planner.cut_for_schedule import CutGraph
+from roundpipe_fx.planner.evaluation import Candidate, ScheduleEvaluation, evaluated, quickest
 from roundpipe_fx.planner.fill_waits import with_waits_filled
 from roundpipe_fx.planner.link_prices import LinkPrices
 from roundpipe_fx.planner.offload_values import may_leave_unasked, quickest_offloaded, with_offloads
 from roundpipe_fx.planner.runs import runs_of
-from roundpipe_fx.planner.within_host import with_room_on_host, within_host
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.choose import Chosen
+from roundpipe_fx.remat.choose import Bottleneck, Chosen, Unmet
 from roundpipe_fx.remat.in_flight import SegmentRun, points_of_run, together
 from roundpipe_fx.remat.save_policy import SavePolicy
 from roundpipe_fx.remat.schedule import RematChoice, remat_schedule
-from roundpipe_fx.remat.search import Candidate, ParetoPoint, everything_kept, most_kept, work_out
+from roundpipe_fx.remat.search import ParetoPoint, SimulatedSchedule, everything_kept, most_kept, work_out
 from roundpipe_fx.remat.segment_chain import chain_of
 from roundpipe_fx.schedules import simulate_time
 
@@ -53,43 +52,43 @@ __all__ = ["within_budget"]
 
 def within_budget(
     cut: CutGraph,
+    pipeline: Callable[[CutGraph, Variant, Variant], LoweredPipeline],
     pipelining: Pipelining,
     split: bool,
-    forwards_before_backwards: bool,
     budget: int | float,
     stage_inputs: SavePolicy,
     fewer_weights: bool = False,
-) -> Result[LoweredPipeline]:
+) -> Found[ScheduleEvaluation] | Unmet:
     """The shortest step that is found with every device within the budget.
 
     Args:
         cut: a graph with stages.
+        pipeline: puts a pipeline together.
         pipelining: the user's.
         split: whether gradients of parameters are computed in modules of their own.
-        forwards_before_backwards: whether all forwards run before all backwards.
         budget: bytes per device, or a share of the way from the least that can be reached to saving everything.
         stage_inputs: saves what enters stages: saving that alone is always one of the possibilities.
         fewer_weights: whether the graph can be cut for fewer weights on a device at one time. That makes a shorter step
             than a plan for which there is hardly room.
     """
-    attempts = _Attempts(cut, pipelining, split, forwards_before_backwards)
+    attempts = _Attempts(cut, pipeline, pipelining, split)
     blocks, share = attempts.blocks, cut.setting.share
     chain, save_options = chain_of(blocks)
     most = most_kept(blocks, save_options) if blocks.graph.regions else everything_kept(blocks)
     first = attempts.with_choice(most.schedule.choice)
     allowed = budget if isinstance(budget, int) else None
     if allowed is not None and pipelining.budget_has_weights:
-        left = _beside_weights(allowed, first, pipelining)
-        if isinstance(left, Infeasible):
-            return left
-        budget = allowed = left
+        held = _weights(first, pipelining)
+        if sum(held) >= allowed:
+            return _refused_by_weights(allowed, held, pipelining)
+        budget = allowed = allowed - sum(held)
     highest = _with_all_gathered(first)
     limit = int((highest if allowed is None else allowed) * share)
     if first.peak <= limit and (isinstance(budget, int) or budget == 1.0):
         return Found(chosen_among([first], first, limit, allowed))
     runs = runs_of(first.timing, cut.joint.cuts)
     may_leave = may_leave_unasked(first, pipelining)
-    on_host = host_budget_of(first.pipeline, pipelining) if may_leave or pipelining.offloaded else None
+    on_host = host_budget_of(first.plan, pipelining) if may_leave or pipelining.offloaded else None
     prices = None
     if may_leave:
         prices = LinkPrices(
@@ -102,14 +101,15 @@ def within_budget(
         )
     if fewer_weights and prices is not None and not prices.any_fits(limit):
         return _refusal(limit, first.peak, cut.structure, pipelining)
+    # Save less: at levels of devices, or only what enters stages. Send to the host: of each such plan, if it may leave.
     levels = _Levels(attempts, first, runs, [points_of_run(blocks.graph, chain, save_options, run) for run in runs])
-    others = [] if blocks.graph.regions else [attempts.with_policy(stage_inputs)]
+    others = [] if blocks.graph.regions else [attempts.evaluate(Candidate(stage_inputs))]
 
-    def sent_within(bytes_there: int) -> list[Attempt]:
+    def sent_within(bytes_there: int) -> list[ScheduleEvaluation]:
         known = [*attempts.of_choices, *others] if may_leave else []
-        return with_room_on_host([with_offloads(attempt, bytes_there) for attempt in known], pipelining, on_host)
+        return _with_room_on_host([with_offloads(attempt, bytes_there) for attempt in known], pipelining, on_host)
 
-    sent: list[Attempt] = []
+    sent: list[ScheduleEvaluation] = []
     level = levels.alike(levels.last, limit) if isinstance(budget, int) else None
     if isinstance(budget, int):
         sent = sent_within(limit)
@@ -128,62 +128,87 @@ def within_budget(
     tried = [*recomputing, *sent]
     if isinstance(budget, float) and budget == 0.0:
         limit = min(attempt.peak for attempt in (tried if pipelining.offloaded else recomputing))
-    # The least budget that a refusal names does not depend on these: they depend on what was asked.
-    priced: list[Attempt] = []
+    # Send to the host, at prices of the link. The least budget that a refusal names does not depend on
+    # these plans: they depend on what was asked.
+    priced: list[ScheduleEvaluation] = []
     if prices is not None:
         priced = quickest_offloaded(
             lambda price, within: attempts.with_choice(prices.choice_at(price, within)), limit, pipelining, on_host
         )
-        priced = with_room_on_host(priced, pipelining, on_host)
+        priced = _with_room_on_host(priced, pipelining, on_host)
     fitting = [attempt for attempt in (*tried, *priced) if attempt.peak <= limit]
     if pipelining.offloaded:
-        fitting = within_host(fitting, pipelining, on_host)
+        fitting = _within_host(fitting, pipelining, on_host)
     if not fitting:
         least = min(tried, key=lambda attempt: attempt.peak)
         if allowed is not None:
             return _refusal(allowed, least.peak, cut.structure, pipelining)
         fitting = [least]
-    best = min(fitting, key=lambda attempt: (attempt.timing.makespan, attempt.seconds, attempt.peak))
+    best = quickest(fitting, max(limit, fitting[0].peak))
+    assert best is not None
     if pipelining.workers > 1:
-        # Without those that were made for the link, so that a step is not longer than if there was no host.
+        # Recompute early: without those that were made for the link, so that a step is not longer than without a host.
         fitting = [attempt for attempt in recomputing if attempt.peak <= limit]
-        best = with_waits_filled(best, fitting, attempts.with_candidate, split, pipelining.microbatches, limit)
+        best = with_waits_filled(best, fitting, attempts.with_schedule, split, pipelining.microbatches, limit)
     return Found(chosen_among([*tried, *priced], best, max(limit, best.peak), allowed))
 
 
-def _with_all_gathered(attempt: Attempt) -> int:
+def _with_room_on_host(
+    attempts: Sequence[ScheduleEvaluation], pipelining: Pipelining, budget: int | None
+) -> list[ScheduleEvaluation]:
+    """The attempts whose values have room on the host. An offloaded model's weights need it in any case: what they have
+    with their values is compared in :func:`_within_host`."""
+    if pipelining.offloaded or budget is None:
+        return list(attempts)
+    return [
+        attempt
+        for attempt in attempts
+        if attempt.plan.offload is None or host_memory_of(attempt.plan, attempt.timing, pipelining).total <= budget
+    ]
+
+
+def _within_host(
+    fitting: Sequence[ScheduleEvaluation], pipelining: Pipelining, budget: int | None
+) -> list[ScheduleEvaluation]:
+    """The attempts that the host has the memory for; if there is none, the one that needs least of it."""
+    needed = [host_memory_of(attempt.plan, attempt.timing, pipelining).total for attempt in fitting]
+    if budget is None or not fitting:
+        return list(fitting)
+    within = [attempt for attempt, bytes_needed in zip(fitting, needed, strict=True) if bytes_needed <= budget]
+    return within or [fitting[needed.index(min(needed))]]
+
+
+def _with_all_gathered(attempt: ScheduleEvaluation) -> int:
     """Bytes of the device that needs most if sharded parameters are never dropped before their last reader."""
-    costs, timing = attempt.pipeline.main.costs, attempt.timing
+    costs, timing = attempt.plan.main.costs, attempt.timing
     kept = gaps(timing.schedule, costs)
     if not kept:
         return attempt.peak
     return max(simulate_time(timing.schedule, timing.graph, costs, kept=kept).peak_bytes)
 
 
-def _beside_weights(budget: int, attempt: Attempt, pipelining: Pipelining) -> int | Infeasible[str]:
-    """The bytes that a budget leaves beside the weights and optimizer state of the device that has most of them.
+def _weights(attempt: ScheduleEvaluation, pipelining: Pipelining) -> tuple[int, int]:
+    """Bytes of the weights, and of the optimizer state, of the device that has most of both.
 
-    Every device is given the same: it is what ``memory_budget`` means where the step runs, on all ranks.
+    A budget for both a device and its step leaves every device the same: it is what ``memory_budget`` means where the
+    step runs, on all ranks.
 
     Args:
-        budget: bytes of a device, for its weights and its steps.
         attempt: any; all run the same stages on the same devices.
         pipelining: the user's.
-
-    Returns:
-        the bytes; infeasible: nothing is left.
     """
-    held, optimizer = attempt.pipeline.bytes_between_steps(attempt.timing.schedule)
-    weights = max(map(sum, zip(held, optimizer, strict=True)))
-    if weights < budget:
-        return budget - weights
+    return max(zip(*attempt.plan.bytes_between_steps(attempt.timing.schedule), strict=True), key=sum)
+
+
+def _refused_by_weights(budget: int, held: tuple[int, int], pipelining: Pipelining) -> Unmet:
+    weights, optimizer = held
     text = (
-        f"the parameters and buffers{' and the optimizer state' if any(optimizer) else ''} of the stages of one of "
+        f"the parameters and buffers{' and the optimizer state' if optimizer else ''} of the stages of one of "
         f"{pipelining.workers} devices alone take "
-        f"{bytes_text(weights)}, and {bytes_text(budget)} of its memory are for them and a step. Use more devices, "
-        "stages that divide the weights more evenly, or offloaded=True."
+        f"{bytes_text(weights + optimizer)}, and {bytes_text(budget)} of its memory are for them and a step. Use more "
+        "devices, stages that divide the weights more evenly, or offloaded=True."
     )
-    return Infeasible(minimum=weights, bottleneck=text)
+    return Infeasible(minimum=weights + optimizer, bottleneck=Bottleneck(text=text))
 
 
 class _Attempts:
@@ -195,7 +220,13 @@ class _Attempts:
         devices: how many devices there are.
     """
 
-    def __init__(self, cut: CutGraph, pipelining: Pipelining, split: bool, forwards_before_backwards: bool) -> None:
+    def __init__(
+        self,
+        cut: CutGraph,
+        pipeline: Callable[[CutGraph, Variant, Variant], LoweredPipeline],
+        pipelining: Pipelining,
+        split: bool,
+    ) -> None:
         # Gradients that go to the host after each residency window are no part of what is allocated in any case.
         sums = pipelining.microbatches > 1 or pipelining.offloaded
         self.blocks = Blocks(operations_of(cut.joint, cut.setting, sums=sums))
@@ -203,57 +234,43 @@ class _Attempts:
         self._cut = cut
         self._pipelining = pipelining
         self._split = split
-        self._forwards_before_backwards = forwards_before_backwards
-        self._by_choice: list[tuple[RematChoice, Attempt]] = []
+        self._pipeline = pipeline
+        self._by_choice: list[tuple[RematChoice, ScheduleEvaluation]] = []
         self._known: KnownModules = {}
 
     @property
-    def of_choices(self) -> list[Attempt]:
-        """The attempts so far that were made by a choice, in order."""
-        return [attempt for _, attempt in self._by_choice]
+    def of_choices(self) -> list[ScheduleEvaluation]:
+        """The evaluations so far that were made by a choice, in order."""
+        return [evaluation for _, evaluation in self._by_choice]
 
-    def with_choice(self, choice: RematChoice) -> Attempt:
-        """The attempt that saves what a choice says. Levels that differ often make the same choice."""
-        known = [attempt for other, attempt in self._by_choice if other == choice]
+    def with_choice(self, choice: RematChoice) -> ScheduleEvaluation:
+        """Evaluate saving what a choice says. Levels that differ often make the same choice."""
+        known = [evaluation for other, evaluation in self._by_choice if other == choice]
         if not known:
-            known = [self.with_candidate(work_out(self.blocks, choice))]
+            known = [self.with_schedule(work_out(self.blocks, choice))]
             self._by_choice.append((choice, known[0]))
         return known[0]
 
-    def with_candidate(self, candidate: Candidate) -> Attempt:
-        """The attempt that follows a schedule of the planner."""
+    def with_schedule(self, schedule: SimulatedSchedule) -> ScheduleEvaluation:
+        """Evaluate a schedule that was searched for."""
         graph = self.blocks.graph
-        chosen = Chosen(candidate=candidate, limit=candidate.peak.bytes, graph=graph, frontier=(), followed=graph)
+        chosen = Chosen(candidate=schedule, limit=schedule.peak.bytes, graph=graph, frontier=(), followed=graph)
+        return self.evaluate(Candidate(chosen))
 
-        def emitted(known: KnownModules | None) -> Lowered:
-            joint = self._cut.joint.copy()
-            setting = self._cut.setting.knowing(schedule=remat_schedule(graph, candidate.schedule).on(joint.graph))
-            return emit(joint, setting, chosen=chosen, split=self._split, sums=True, known=known)
-
-        return self._simulated(emitted, chosen)
-
-    def with_policy(self, policy: SavePolicy) -> Attempt:
-        """The attempt that saves what a policy says."""
-
-        def emitted(known: KnownModules | None) -> Lowered:
-            joint, setting = self._cut.joint.copy(), self._cut.setting
-            return emit_by_policy(joint, setting, policy, split=self._split, sums=True, known=known)
-
-        return self._simulated(emitted)
-
-    def _simulated(self, emitted: Callable[[KnownModules | None], Lowered], chosen: Chosen | None = None) -> Attempt:
+    def evaluate(self, candidate: Candidate) -> ScheduleEvaluation:
+        """Emit a candidate, and simulate its schedule with nothing on the host that the user does not want there."""
+        emitted = functools.partial(self._emitted, candidate.saved)
         has_own_modules = not self._known
         only = variant_of(emitted(self._known), self._cut.setting, self._pipelining)
-        pipeline = LoweredPipeline(
-            main=only,
-            last=only,
-            structure=self._cut.structure,
-            staged=self._cut.joint,
-            pipelining=self._pipelining,
-            forwards_before_backwards=self._forwards_before_backwards,
-        )
-        timing = pipeline.predict(self._pipelining.microbatches)
-        return Attempt(pipeline, timing, chosen, None if has_own_modules else functools.partial(emitted, None))
+        pipeline = self._pipeline(self._cut, only, only)
+        return evaluated(candidate, pipeline, None if has_own_modules else functools.partial(emitted, None))
+
+    def _emitted(self, saved: Chosen | SavePolicy, known: KnownModules | None) -> Lowered:
+        joint, setting, split = self._cut.joint.copy(), self._cut.setting, self._split
+        if not isinstance(saved, Chosen):
+            return emit_by_policy(joint, setting, saved, split=split, sums=True, known=known)
+        setting = setting.knowing(schedule=remat_schedule(saved.graph, saved.candidate.schedule).on(joint.graph))
+        return emit(joint, setting, chosen=saved, split=split, sums=True, known=known)
 
 
 class _Levels:
@@ -266,7 +283,7 @@ class _Levels:
     def __init__(
         self,
         attempts: _Attempts,
-        first: Attempt,
+        first: ScheduleEvaluation,
         runs: Sequence[SegmentRun],
         points: Sequence[Sequence[ParetoPoint]],
     ) -> None:
@@ -294,7 +311,7 @@ class _Levels:
         low, high = [0] * self._devices, [level] * self._devices
         while low != high:
             middle = [(below + above) // 2 for below, above in zip(low, high, strict=True)]
-            for device, peak in enumerate(self._at(middle).timing.peak_bytes):
+            for device, peak in enumerate(self._at(middle).peaks):
                 if low[device] == high[device]:
                     continue
                 if peak <= limit:
@@ -316,11 +333,11 @@ class _Levels:
         best = min(sorted({last, *(last * part // 8 for part in range(4, 8))}, reverse=True), key=peak)
         return min((level for level in range(best + 2, best - 3, -1) if 0 <= level <= last), key=peak)
 
-    def at(self, level: int) -> Attempt:
+    def at(self, level: int) -> ScheduleEvaluation:
         """The attempt in which all devices have one level."""
         return self._at([level] * self._devices)
 
-    def _at(self, levels: Sequence[int]) -> Attempt:
+    def _at(self, levels: Sequence[int]) -> ScheduleEvaluation:
         if tuple(levels) not in self._known:
             self._known[tuple(levels)] = self._attempts.with_choice(self._choice(levels))
         return self._known[tuple(levels)]
@@ -335,7 +352,7 @@ class _Levels:
         return together(choices)
 
 
-def _refusal(allowed: int, minimum: int, structure: Structure, pipelining: Pipelining) -> Infeasible[str]:
+def _refusal(allowed: int, minimum: int, structure: Structure, pipelining: Pipelining) -> Unmet:
     text = (
         f"memory_budget of {allowed} bytes ({bytes_text(allowed)}) a device cannot be met: with schedule "
         f"{structure.name!r}, {pipelining.workers} devices and {pipelining.microbatches} microbatches, the "
@@ -343,4 +360,4 @@ def _refusal(allowed: int, minimum: int, structure: Structure, pipelining: Pipel
         "smaller microbatches, more devices, another schedule, or a budget of at least the minimum."
         f"{share_hint(allowed)}"
     )
-    return Infeasible(minimum=minimum, bottleneck=text)
+    return Infeasible(minimum=minimum, bottleneck=Bottleneck(text=text))

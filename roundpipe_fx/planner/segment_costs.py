@@ -16,7 +16,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.analysis.operations import OperationGraph
-from roundpipe_fx.compiler.operations import operations_of
+from roundpipe_fx.compiler.operations_in_tiles import operations_of
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
 from roundpipe_fx.passes.entry import PassLevel

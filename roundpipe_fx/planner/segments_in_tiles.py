@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from roundpipe_fx.analysis.tiling import TileRegion
-from roundpipe_fx.compiler.operations import cut, operations_of, tiled
+from roundpipe_fx.compiler.operations_in_tiles import cut, operations_of, tiled
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.tile_loop import TileLoop

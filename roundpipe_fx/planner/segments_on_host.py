@@ -19,7 +19,7 @@ from roundpipe_fx.remat.in_flight import SegmentRun
 from roundpipe_fx.remat.options_on_host import SegmentOnHost
 from roundpipe_fx.schedules import ActionKind, StepCosts, Timing
 from roundpipe_fx.schedules.offloads import offloads_at_distance
-from roundpipe_fx.schedules.schedule import NUMBER
+from roundpipe_fx.schedules.timetable import NUMBER
 
 __all__ = ["segments_on_host"]
 

@@ -10,7 +10,7 @@ a pipeline of which ``w`` seconds of every microbatch run there::
 ``r`` is what is recomputed at the least: when most microbatches are in flight, what they save must fit beside
 gradients, gathered parameters and the largest operation. Values whose recomputation takes the fewest seconds a byte are
 dropped first, each as if everything that it is computed from were available, so no plan recomputes for less. Tiles
-(:mod:`roundpipe_fx.planner.tiling`) do, so for them this part is left out.
+(:mod:`roundpipe_fx.planner.tile_more`) do, so for them this part is left out.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ import numpy as np
 
 from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.analysis.cost.network import Network
-from roundpipe_fx.distributed.sharding import padded_bytes
-from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.planner.segment_costs import SegmentCosts
 from roundpipe_fx.schedules import (
     SCHEDULES,
@@ -36,10 +34,11 @@ from roundpipe_fx.schedules import (
     chain,
     simulate_time,
 )
+from roundpipe_fx.schedules.building import make_schedule
 from roundpipe_fx.schedules.data_parallel import DataParallel
-from roundpipe_fx.schedules.schedule import NUMBER
-from roundpipe_fx.schedules.sharding import ShardedCosts, gaps_of
+from roundpipe_fx.schedules.sharding import ShardedCosts, gaps_of, padded_bytes
 from roundpipe_fx.schedules.step_costs import device_orders
+from roundpipe_fx.schedules.timetable import NUMBER
 
 __all__ = ["Bound", "Division", "StepBounds"]
 

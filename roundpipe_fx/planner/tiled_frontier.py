@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from roundpipe_fx.analysis.tiling import TileRegions
-from roundpipe_fx.compiler.operations import cut, operations_of, summed, tiled, uncut, with_gradients
+from roundpipe_fx.compiler.operations_in_tiles import cut, operations_of, summed, tiled, uncut, with_gradients
 from roundpipe_fx.compiler.planned_values import planned_tiles
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.console.progress import working
@@ -18,8 +18,9 @@ from roundpipe_fx.ir.alternative_plans import PlansInTiles
 from roundpipe_fx.ir.decisions import tiles_text
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import PassLevel
+from roundpipe_fx.planner.evaluation import Space
 from roundpipe_fx.planner.segments_in_tiles import tilings_by_segment
-from roundpipe_fx.planner.tiling import tile_down
+from roundpipe_fx.planner.tile_more import tile_down
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.choose import Chosen, Unmet, unmet_by
 from roundpipe_fx.remat.frontier_plans import Noted
@@ -66,7 +67,7 @@ def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
         return unmet_by(chosen, chosen.candidate.peak.bytes)
 
     with working("looking for plans in tiles"):
-        tile_down(joint, setting, planned)
+        tile_down(joint, setting, Space(planned=planned))
         if anywhere:
             graph = summed(joint, setting)
             tilings = tilings_by_segment(graph, TileRegions(graph).as_wide_as(0), least[0], setting)

@@ -14,13 +14,11 @@ import psutil
 import torch
 
 from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.planner.evaluation import Candidate, Evaluation
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.torch_private import offload_operators
 
-__all__ = ["TRIED", "SentEmitter", "has_host", "host_room", "least_recomputed", "stage_starts"]
-
-SentEmitter = Callable[[Chosen, int], Lowered]
-"""Emits a plan with so many bytes of values on the host, if as many have the time to leave."""
+__all__ = ["TRIED", "has_host", "host_room", "least_recomputed", "stage_starts"]
 
 _SHARE = 0.8
 """Of the memory that the host has available, if no ``host_budget`` is given."""
@@ -58,27 +56,23 @@ def stage_starts(segments: int) -> list[int]:
     return [*range(0, segments, -(-segments // _STAGES))]
 
 
-def least_recomputed(plans: Sequence[Chosen], emitted: SentEmitter, room: int) -> tuple[Lowered, Chosen]:
+def least_recomputed(
+    plans: Sequence[Chosen], evaluate: Callable[[Candidate], Evaluation[Lowered]], room: int
+) -> Evaluation[Lowered]:
     """The first of some plans that fits with values on the host; if none does, the one that needs least.
 
     Args:
         plans: at least one, the least recomputation first.
-        emitted: emits one.
+        evaluate: emits a candidate.
         room: bytes of values that may be on the host.
-
-    Returns:
-        what was emitted, and the plan.
     """
-    tried: list[tuple[Lowered, Chosen]] = []
+    tried: list[Evaluation[Lowered]] = []
     for chosen in plans:
-        lowered = emitted(chosen, room)
-        if lowered.peak.bytes > chosen.limit:
-            tried.append((lowered, chosen))
+        with_all = evaluate(Candidate(chosen, room))
+        if with_all.peak > chosen.limit:
+            tried.append(with_all)
             continue
-        for part in _PARTS:
-            sent = chosen.candidate.peak.bytes // part
-            with_less = emitted(chosen, sent) if sent < room else lowered
-            if with_less.peak.bytes <= chosen.limit:
-                return with_less, chosen
-        return lowered, chosen
-    return min(tried, key=lambda one: one[0].peak.bytes)
+        sizes = (chosen.candidate.peak.bytes // part for part in _PARTS)
+        with_less = (evaluate(Candidate(chosen, sent)) if sent < room else with_all for sent in sizes)
+        return next((one for one in with_less if one.peak <= chosen.limit), with_all)
+    return min(tried, key=lambda one: one.peak)

@@ -11,7 +11,7 @@ from roundpipe_fx.budget import Infeasible, bytes_text, limit_of, share_hint
 from roundpipe_fx.ir.joint_graph import module_path
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.schedule import RematChoice, simulate
-from roundpipe_fx.remat.search import Candidate, SearchResult, everything_kept, refine, search
+from roundpipe_fx.remat.search import SearchResult, SimulatedSchedule, everything_kept, refine, search
 from roundpipe_fx.remat.several_calls import search_for_step
 from roundpipe_fx.torch_private import module_path_text
 
@@ -32,7 +32,7 @@ class Chosen:
             lowest peak.
     """
 
-    candidate: Candidate
+    candidate: SimulatedSchedule
     limit: int
     graph: OperationGraph
     frontier: tuple[tuple[int, float], ...]
@@ -50,7 +50,7 @@ def choose(
     share: float = 1.0,
     margin: int = 0,
     whole: OperationGraph | None = None,
-    emitted: Sequence[tuple[Candidate, int]] = (),
+    emitted: Sequence[tuple[SimulatedSchedule, int]] = (),
 ) -> Chosen:
     """Choose a schedule for a budget.
 
@@ -67,11 +67,11 @@ def choose(
     lowest = candidates[-1]
     known = [(item.schedule.choice, item.peak.bytes, peak) for item, peak in emitted]
 
-    def expected(candidate: Candidate) -> int:
+    def expected(candidate: SimulatedSchedule) -> int:
         same = (peak for choice, size, peak in known if (choice, size) == _key(candidate))
         return next(same, candidate.peak.bytes + margin)
 
-    def chosen(candidate: Candidate, limit: int, fits: bool = True) -> Chosen:
+    def chosen(candidate: SimulatedSchedule, limit: int, fits: bool = True) -> Chosen:
         return Chosen(
             candidate=candidate,
             limit=limit,
@@ -110,7 +110,7 @@ def choices(graph: OperationGraph, budget: int, share: float, whole: OperationGr
 
 def _candidates(
     graph: OperationGraph, budget: int | float, share: float, margin: int, whole: OperationGraph | None
-) -> tuple[list[Candidate], int, Candidate, OperationGraph]:
+) -> tuple[list[SimulatedSchedule], int, SimulatedSchedule, OperationGraph]:
     """The schedules to choose from, highest peak first; the limit in bytes; the one that keeps everything, and its
     operations."""
     blocks = Blocks(graph)
@@ -130,7 +130,7 @@ def _candidates(
     return refine(blocks, result, limit - margin), limit, kept, followed
 
 
-def _key(candidate: Candidate) -> tuple[RematChoice, int]:
+def _key(candidate: SimulatedSchedule) -> tuple[RematChoice, int]:
     return candidate.schedule.choice, candidate.peak.bytes
 
 
@@ -141,13 +141,19 @@ class Bottleneck:
     Attributes:
         operation: runs at the peak; ``None``: the peak is between operations.
         live: names and bytes of the values that are alive there.
-        chosen: the plan with the lowest peak; ``None``: one operation alone needs more than the budget, and no plan was
-            searched for.
+        chosen: the plan of a program with the lowest peak.
+        text: what the user is told.
     """
 
-    operation: Operation | None
-    live: tuple[tuple[str, int], ...]
+    operation: Operation | None = None
+    live: tuple[tuple[str, int], ...] = ()
     chosen: Chosen | None = None
+    text: str = ""
+
+    @property
+    def is_of_one_operation(self) -> bool:
+        """Whether one operation alone needs more than the budget, and no plan was searched for."""
+        return self.chosen is None and not self.text
 
 
 Unmet: TypeAlias = Infeasible[Bottleneck]

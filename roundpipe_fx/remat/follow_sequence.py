@@ -15,10 +15,10 @@ from roundpipe_fx.analysis.operations import Operation, OperationGraph, Recomput
 from roundpipe_fx.budget import Found, Infeasible, Result, bytes_text
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.schedule import RematChoice
-from roundpipe_fx.remat.search import Candidate, work_out
+from roundpipe_fx.remat.search import SimulatedSchedule, work_out
 from roundpipe_fx.remat.segment_chain import SaveOption, chain_of, storages_live_across
 from roundpipe_fx.remat.sequences.algorithms import make_sequence
-from roundpipe_fx.remat.sequences.chain import Chain
+from roundpipe_fx.remat.sequences.layer_costs import Chain
 from roundpipe_fx.remat.sequences.sequence import Backward, ForwardCheck, ForwardEnable, Sequence
 
 __all__ = ["Fitted", "as_autograd_runs", "chain_of_segments", "fit_sequence"]
@@ -34,7 +34,7 @@ class Fitted:
     """
 
     sequence: Sequence
-    candidate: Candidate
+    candidate: SimulatedSchedule
 
 
 def chain_of_segments(graph: OperationGraph, loss_temporary: int = 0) -> Chain:

@@ -19,7 +19,7 @@ from roundpipe_fx.ir.joint_graph import module_path
 from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.schedule import levels_of_schedule
-from roundpipe_fx.remat.search import Candidate, everything_kept, refine, search
+from roundpipe_fx.remat.search import SimulatedSchedule, everything_kept, refine, search
 from roundpipe_fx.remat.several_calls import search_for_step
 from roundpipe_fx.torch_private import module_path_text
 
@@ -37,7 +37,9 @@ class Noted:
         self._values: dict[str, AlternativeValue] = {}
         self._numbers: dict[str, int] = {}
 
-    def note(self, graph: OperationGraph, candidate: Candidate, point: tuple[int, float], tiles: str = "") -> None:
+    def note(
+        self, graph: OperationGraph, candidate: SimulatedSchedule, point: tuple[int, float], tiles: str = ""
+    ) -> None:
         """Add a plan.
 
         Args:
@@ -109,7 +111,9 @@ def alternatives_of(
     return noted.alternatives(chosen[0] if chosen is not None else None)
 
 
-def _candidates(graph: OperationGraph, highest: tuple[int, float], limit: int) -> dict[tuple[int, float], Candidate]:
+def _candidates(
+    graph: OperationGraph, highest: tuple[int, float], limit: int
+) -> dict[tuple[int, float], SimulatedSchedule]:
     """By peak and seconds, the candidates that a planner with a limit looks at."""
     blocks = Blocks(graph)
     if graph.step is not None:
@@ -118,7 +122,7 @@ def _candidates(graph: OperationGraph, highest: tuple[int, float], limit: int) -
         kept = everything_kept(blocks)
         # The planner's may count equal values once, and the search is scaled by its peak.
         if highest[1] == 0:
-            kept = Candidate(kept.schedule, dataclasses.replace(kept.peak, bytes=highest[0]))
+            kept = SimulatedSchedule(kept.schedule, dataclasses.replace(kept.peak, bytes=highest[0]))
         result = search(blocks, kept=kept)
     return {(item.peak.bytes, item.seconds): item for item in refine(blocks, result, limit)}
 

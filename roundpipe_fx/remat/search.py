@@ -25,9 +25,9 @@ from roundpipe_fx.remat.solve_chain import Solution, solve_chain
 __all__ = [
     "FINE_SLOTS",
     "NESTED_SHARE",
-    "Candidate",
     "ParetoPoint",
     "SearchResult",
+    "SimulatedSchedule",
     "best_of",
     "everything_kept",
     "levels",
@@ -56,7 +56,7 @@ _HALVINGS = 6
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SimulatedSchedule:
     """A schedule and what it costs.
 
     Attributes:
@@ -73,7 +73,7 @@ class Candidate:
         return self.schedule.seconds
 
 
-def everything_kept(blocks: Blocks) -> Candidate:
+def everything_kept(blocks: Blocks) -> SimulatedSchedule:
     """The candidate that saves everything."""
     return work_out(blocks, RematChoice(frozenset(blocks.graph.makers)))
 
@@ -100,11 +100,11 @@ class SearchResult:
         points: every solution of the chain, fewest seconds first; the candidates are some of them, simulated.
     """
 
-    candidates: list[Candidate]
+    candidates: list[SimulatedSchedule]
     points: list[ParetoPoint]
 
 
-def search(blocks: Blocks, most: int = _LEVELS, kept: Candidate | None = None) -> SearchResult:
+def search(blocks: Blocks, most: int = _LEVELS, kept: SimulatedSchedule | None = None) -> SearchResult:
     """Candidates spread over the whole trade-off, and what lies between them.
 
     Args:
@@ -133,7 +133,7 @@ def nested_slots(chain: SegmentChain) -> int:
     return min(max(_NESTED_WORK // len(chain.stages), fewest), finest)
 
 
-def refine(blocks: Blocks, result: SearchResult, limit: int) -> list[Candidate]:
+def refine(blocks: Blocks, result: SearchResult, limit: int) -> list[SimulatedSchedule]:
     """More candidates around a limit, by bisection between the two that it lies between.
 
     Only candidates between their neighbours in both peak and seconds are taken. So as limits fall, each refined on its
@@ -161,17 +161,17 @@ def refine(blocks: Blocks, result: SearchResult, limit: int) -> list[Candidate]:
     return best_of([*candidates, *inserted])
 
 
-def most_kept(blocks: Blocks, save_options: list[list[SaveOption]]) -> Candidate:
+def most_kept(blocks: Blocks, save_options: list[list[SaveOption]]) -> SimulatedSchedule:
     """The candidate that recomputes as little as the budgets of regions allow."""
     graph = blocks.graph
     kept = {storage for options in save_options for storage in options[0].saved}
     return work_out(blocks, RematChoice(frozenset(kept | graph.live_across)))
 
 
-def work_out(blocks: Blocks, choice: RematChoice) -> Candidate:
+def work_out(blocks: Blocks, choice: RematChoice) -> SimulatedSchedule:
     """The schedule of a choice. Storages that it would save but must not are recomputed with their checkpoint."""
     schedule = planned_schedule(blocks, _heeding_regions(blocks.graph, choice))
-    return Candidate(schedule, simulate(blocks.graph, schedule))
+    return SimulatedSchedule(schedule, simulate(blocks.graph, schedule))
 
 
 def _heeding_regions(graph: OperationGraph, choice: RematChoice) -> RematChoice:
@@ -185,9 +185,9 @@ def _heeding_regions(graph: OperationGraph, choice: RematChoice) -> RematChoice:
     return RematChoice(choice.kept - barred, frozen, choice.remat_level)
 
 
-def best_of(candidates: Sequence[Candidate]) -> list[Candidate]:
+def best_of(candidates: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule]:
     """Those that no other dominates in peak and seconds, highest peak first."""
-    best: list[Candidate] = []
+    best: list[SimulatedSchedule] = []
     for item in sorted(candidates, key=lambda item: (item.seconds, item.peak.bytes)):
         if not best or item.peak.bytes < best[-1].peak.bytes:
             best.append(item)

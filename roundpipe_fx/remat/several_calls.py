@@ -12,7 +12,7 @@ import dataclasses
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.in_flight import SegmentRun, points_of_run
 from roundpipe_fx.remat.schedule import simulate
-from roundpipe_fx.remat.search import Candidate, ParetoPoint, SearchResult, best_of, search, spread, work_out
+from roundpipe_fx.remat.search import ParetoPoint, SearchResult, SimulatedSchedule, best_of, search, spread, work_out
 from roundpipe_fx.remat.segment_chain import chain_of
 
 __all__ = ["candidates_for_step", "search_for_step"]
@@ -31,18 +31,18 @@ def search_for_step(blocks: Blocks) -> SearchResult:
     return SearchResult(best_of(candidates), points)
 
 
-def candidates_for_step(blocks: Blocks) -> list[Candidate]:
+def candidates_for_step(blocks: Blocks) -> list[SimulatedSchedule]:
     """All candidates that :func:`search_for_step` simulates, including dominated ones: beside other calls they may
     win."""
     return _looked_at(blocks)[0]
 
 
-def _looked_at(blocks: Blocks) -> tuple[list[Candidate], list[ParetoPoint]]:
+def _looked_at(blocks: Blocks) -> tuple[list[SimulatedSchedule], list[ParetoPoint]]:
     graph = blocks.graph
     assert graph.step is not None
     alone = Blocks(dataclasses.replace(graph, step=None))
     result = search(alone)
-    candidates = [Candidate(item.schedule, simulate(graph, item.schedule)) for item in result.candidates]
+    candidates = [SimulatedSchedule(item.schedule, simulate(graph, item.schedule)) for item in result.candidates]
     points = result.points
     alive = graph.step.alive_of_all
     if alive > 1:

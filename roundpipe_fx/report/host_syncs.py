@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_fx.analysis.host_sync import why_host_sync
-from roundpipe_fx.analysis.sync_ops import registered_sync_ops
+from roundpipe_fx.analysis.host_sync import registered_sync_ops, why_host_sync
 from roundpipe_fx.torch_private import TorchDispatchMode, conjugates_resolved, tree_leaves
 
 __all__ = ["count_host_syncs"]

@@ -8,9 +8,9 @@ from collections import Counter
 from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.decisions import OffloadedValue, PlannedMesh, PlannedPipeline
 from roundpipe_fx.ir.joint_graph import Mark, Phase, viewed
-from roundpipe_fx.pipeline.graph import PipelinedGraph
 from roundpipe_fx.pipeline.host_memory import host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
+from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph
 from roundpipe_fx.pipeline.sharded_costs import gathered_stages
 from roundpipe_fx.report.make_plan import plan_of
 from roundpipe_fx.report.plan import Plan

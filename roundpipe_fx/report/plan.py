@@ -18,14 +18,11 @@ from roundpipe_fx.ir.decisions import Decisions, tiles_text
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.frontier_plans import alternatives_of
 from roundpipe_fx.remat.search import search
-from roundpipe_fx.report.divisions import division_lines
-from roundpipe_fx.report.explanation import explained
 from roundpipe_fx.report.plan_details import EmittedStep, PlanDetails
 from roundpipe_fx.report.plan_json import fields_of_json, json_of_plan
-from roundpipe_fx.report.plan_page import page_of_plans
-from roundpipe_fx.report.plan_text import header_lines, stage_lines
-from roundpipe_fx.report.shown import show_page
-from roundpipe_fx.report.summary import summary_lines
+from roundpipe_fx.report.plan_page import page_of_plans, show_page
+from roundpipe_fx.report.plan_text import explained, header_lines, stage_lines
+from roundpipe_fx.report.summary import division_lines, summary_lines
 from roundpipe_fx.report.timeline import Timeline
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.schedules import Timing

@@ -1,16 +1,25 @@
-"""The page of a plan: one HTML file without network, in which a plan can be explored.
+"""The page of a plan: one HTML file without network, in which a plan can be explored, and who shows it.
 
 It is made from the plan's JSON. Style and scripts lie in ``page/``.
+It is shown in the notebook that runs the program, or in a browser.
 """
 
 from __future__ import annotations
 
 import html
 import json
+import os
+import sys
+import tempfile
+import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-__all__ = ["page_of_plans"]
+from roundpipe_fx.console.notebook import is_notebook
+
+__all__ = ["page_of_plans", "show_page"]
+
 
 _FOLDER = Path(__file__).parent / "page"
 _SCRIPTS = (
@@ -54,3 +63,31 @@ def page_of_plans(plans: Sequence[str], names: Sequence[str]) -> str:
     page = (_FOLDER / "page.html").read_text(encoding="utf-8")
     before, *rest = page.split("{{")
     return before + "".join(parts[piece.partition("}}")[0]] + piece.partition("}}")[2] for piece in rest)
+
+
+def show_page(page: str) -> Any:
+    """Show a page.
+
+    Args:
+        page: the HTML.
+
+    Returns:
+        in a notebook, an IPython object that displays the page in its cell; else ``None``.
+    """
+    if is_notebook():
+        from IPython.display import HTML
+
+        frame = f'<iframe srcdoc="{html.escape(page)}" style="width:100%;height:800px;border:0"></iframe>'
+        return HTML(f"<div>{frame}</div>")
+    with tempfile.NamedTemporaryFile("w", prefix="plan_", suffix=".html", delete=False, encoding="utf-8") as file:
+        file.write(page)
+    print(file.name)
+    if _has_display():
+        webbrowser.open(Path(file.name).as_uri())
+    return None
+
+
+def _has_display() -> bool:
+    if sys.platform in ("darwin", "win32"):
+        return True
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

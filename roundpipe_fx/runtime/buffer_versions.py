@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram
-from roundpipe_fx.runtime.stopped import Stopped
+from roundpipe_fx.runtime.worker import Stopped
 
 __all__ = ["BufferVersions"]
 

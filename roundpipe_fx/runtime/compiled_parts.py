@@ -21,8 +21,7 @@ from torch import fx
 
 from roundpipe_fx.ir.collectives import is_collective, starts_collective
 from roundpipe_fx.ir.fingerprint import fingerprint
-from roundpipe_fx.ir.joint_graph import input_nodes
-from roundpipe_fx.ir.node_copy import copy_node
+from roundpipe_fx.ir.joint_graph import copy_node, input_nodes
 from roundpipe_fx.ir.options import StageCompiler
 from roundpipe_fx.runtime.compiled_loops import Boxed
 from roundpipe_fx.runtime.eager_stage import BoxedCall, eager_stage

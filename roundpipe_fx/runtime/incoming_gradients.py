@@ -31,7 +31,7 @@ import torch
 from roundpipe_fx import torch_private
 from roundpipe_fx.runtime.stage_compiler import Boxed
 
-__all__ = ["Like", "incoming_gradient", "leaving_out", "receiving", "returning"]
+__all__ = ["Like", "gradient_observer", "incoming_gradient", "leaving_out", "receiving", "returning"]
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,25 @@ def receiving(run: Boxed, tangents: Mapping[int, bool]) -> Boxed:
         for (place, strided), like in zip(tangents.items(), likes or (), strict=False):
             if arguments[place] is None:
                 arguments[place] = incoming_gradient(None, like, strided)
+        return run(arguments)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def gradient_observer(run: Boxed, unexpected: Mapping[int, str], see: Callable[[str], None]) -> Boxed:
+    """Wrap a backward program so that it reports unexpected incoming gradients.
+
+    Args:
+        run: the program.
+        unexpected: names of the incoming gradients that the plan assumes missing, by position.
+        see: called with the name of each one that is passed.
+    """
+
+    def call(arguments: list[Any]) -> tuple[Any, ...]:
+        for place, name in unexpected.items():
+            if arguments[place] is not None:
+                see(name)
         return run(arguments)
 
     call._boxed_call = True  # type: ignore[attr-defined]

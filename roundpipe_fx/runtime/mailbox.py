@@ -11,7 +11,7 @@ import torch
 from roundpipe_fx.runtime.device_streams import DeviceStreams, Message
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Instruction
-from roundpipe_fx.runtime.stopped import Stopped
+from roundpipe_fx.runtime.worker import Stopped
 from roundpipe_fx.schedules import StageAction
 
 __all__ = ["Mailbox", "Mailboxes"]

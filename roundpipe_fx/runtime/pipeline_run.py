@@ -25,10 +25,9 @@ from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, 
 from roundpipe_fx.runtime.prefetch import PrefetchStep, prefetch_steps_of
 from roundpipe_fx.runtime.random_streams import RandomStream, drawing
 from roundpipe_fx.runtime.stage_updates import StageUpdates, StepUpdates
-from roundpipe_fx.runtime.stopped import Stopped
 from roundpipe_fx.runtime.transport import Transport
 from roundpipe_fx.runtime.value_offloading import Away, OffloadSteps, ValueOffloading
-from roundpipe_fx.runtime.worker import Workers
+from roundpipe_fx.runtime.worker import Stopped, Workers
 from roundpipe_fx.schedules import Action
 from roundpipe_fx.torch_private import active_dispatch_modes, dispatch_modes
 

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.ir.collectives import group_argument, starts_collective
-from roundpipe_fx.runtime.stopped import Stopped
+from roundpipe_fx.runtime.worker import Stopped
 from roundpipe_fx.torch_private import largest_of_group, tree_leaves, wait_for_collective
 
 __all__ = ["Collective", "begin_stage", "collectives_of", "counted", "started"]

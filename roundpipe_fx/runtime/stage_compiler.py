@@ -22,7 +22,7 @@ from roundpipe_fx.runtime.donated_inputs import by_donation, donatable
 from roundpipe_fx.runtime.eager_stage import eager_stage
 from roundpipe_fx.runtime.expanded_inputs import by_arrival
 from roundpipe_fx.runtime.loss_gradients import DECOMPOSITIONS
-from roundpipe_fx.runtime.profiled_operators import profile_operators
+from roundpipe_fx.runtime.observers import profile_operators
 
 __all__ = ["COMPILING", "Boxed", "compile_stage", "compile_stages"]
 

@@ -1,7 +1,7 @@
 """Transport: how the results of an action reach other devices.
 
 The devices of a pipeline are workers of one process (:class:`roundpipe_fx.runtime.mailbox.Mailboxes`) or processes
-(:class:`roundpipe_fx.distributed.transport.ProcessTransport`). What a worker runs is the same.
+(:class:`roundpipe_fx.distributed.process_transport.ProcessTransport`). What a worker runs is the same.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ import torch
 from roundpipe_fx.runtime.device_streams import DeviceStreams, device_streams_of
 from roundpipe_fx.torch_private import when_forked
 
-__all__ = ["Workers"]
+__all__ = ["Stopped", "Workers"]
+
 
 Job = Callable[[int, DeviceStreams], None]
 
@@ -113,3 +114,7 @@ def _stop(jobs: list[queue.SimpleQueue[Job | None]], threads: list[threading.Thr
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(_PATIENCE)  # a thread that still runs at interpreter shutdown can crash the process
+
+
+class Stopped(Exception):
+    """Another worker has failed, so this one must not go on."""

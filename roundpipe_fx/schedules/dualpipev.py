@@ -9,8 +9,8 @@ holds the microbatches of at most 2p + 1 stages.
 
 from __future__ import annotations
 
-from roundpipe_fx.schedules.schedule import Schedule
 from roundpipe_fx.schedules.spec import ScheduleSpec
+from roundpipe_fx.schedules.timetable import Schedule
 from roundpipe_fx.schedules.v_shape import SchedulePhase, v_shaped
 
 __all__ = ["DUALPIPEV", "dualpipev"]

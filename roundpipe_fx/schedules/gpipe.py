@@ -10,9 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from roundpipe_fx.schedules.action import ActionKind
-from roundpipe_fx.schedules.blocks import block_of, run_of
-from roundpipe_fx.schedules.schedule import Schedule
 from roundpipe_fx.schedules.spec import ScheduleSpec
+from roundpipe_fx.schedules.timetable import Schedule, block_of, run_of
 
 __all__ = ["GPIPE", "gpipe"]
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from roundpipe_fx.schedules.action import ActionKind
-from roundpipe_fx.schedules.blocks import pairs
-from roundpipe_fx.schedules.schedule import NUMBER, Schedule
 from roundpipe_fx.schedules.spec import ScheduleSpec
+from roundpipe_fx.schedules.timetable import NUMBER, Schedule, pairs
 
 __all__ = ["INTERLEAVED", "interleaved"]
 

@@ -39,9 +39,9 @@ from roundpipe_fx.schedules.action import StageAction
 from roundpipe_fx.schedules.offloads import Offload
 from roundpipe_fx.schedules.places import Places
 from roundpipe_fx.schedules.residency import ResidencyWindow
-from roundpipe_fx.schedules.schedule import Schedule
 from roundpipe_fx.schedules.sharding import KeptGathered, late_gradients, sharded_changes
 from roundpipe_fx.schedules.step_costs import Held, StepCosts, backward_start, device_orders
+from roundpipe_fx.schedules.timetable import Schedule
 from roundpipe_fx.schedules.vector_clocks import vector_clocks
 
 __all__ = ["peaks_of", "weights_of_devices"]

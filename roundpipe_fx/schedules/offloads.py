@@ -28,8 +28,8 @@ from itertools import pairwise
 import numpy as np
 
 from roundpipe_fx.schedules.action import ActionKind
-from roundpipe_fx.schedules.schedule import KINDS, Schedule
 from roundpipe_fx.schedules.step_costs import StepCosts, backward_start
+from roundpipe_fx.schedules.timetable import KINDS, Schedule
 
 __all__ = ["Offload", "buffer_bytes", "offloads_at_distance"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roundpipe_fx.schedules.schedule import Schedule
+from roundpipe_fx.schedules.timetable import Schedule
 
 __all__ = ["Places"]
 

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roundpipe_fx.schedules.action import Action, ActionKind
-from roundpipe_fx.schedules.schedule import Schedule
 from roundpipe_fx.schedules.spec import ScheduleSpec
+from roundpipe_fx.schedules.timetable import Schedule
 
 __all__ = ["ROUNDPIPE", "Dispatch", "dispatch", "round_robin"]
 

@@ -16,11 +16,13 @@ these times are taken first; where all parameters have one size and memory is th
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from roundpipe_fx.schedules.action import ActionKind, StageAction
 from roundpipe_fx.schedules.data_parallel import Gather, buckets_of
@@ -35,6 +37,7 @@ __all__ = [
     "gathered_bytes",
     "gathers_of",
     "late_gradients",
+    "padded_bytes",
     "sharded_changes",
 ]
 
@@ -239,3 +242,9 @@ def late_gradients(orders: Sequence[DeviceOrder], gradients: Mapping[StageAction
     )
     early = {number for (kind, _), of_step in gradients.items() if kind is ActionKind.FORWARD for number in of_step}
     return early | {number for number, devices in adding.items() if devices > 1}
+
+
+def padded_bytes(value: torch.Tensor, parts: int) -> int:
+    """Bytes of a tensor whose rows are padded to so many equal parts."""
+    rows = -(-value.shape[0] // parts) * parts if value.dim() else 1
+    return rows * math.prod(value.shape[1:]) * value.element_size()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from roundpipe_fx.schedules.action import ActionKind
-from roundpipe_fx.schedules.schedule import NUMBER, Schedule
+from roundpipe_fx.schedules.timetable import NUMBER, Schedule
 
 __all__ = ["ScheduleSpec", "given_spec"]
 

@@ -12,8 +12,8 @@ from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.schedules.action import ActionKind, StageAction
 from roundpipe_fx.schedules.data_parallel import Bucket, DataParallel, Gather, buckets_of
 from roundpipe_fx.schedules.residency import ResidencyWindow, residency_windows
-from roundpipe_fx.schedules.schedule import KINDS, Schedule
 from roundpipe_fx.schedules.sharding import DeviceOrder, KeptGathered, ShardedCosts, gathers_of, late_gradients
+from roundpipe_fx.schedules.timetable import KINDS, Schedule
 
 __all__ = ["Held", "StepCosts", "backward_start", "device_orders"]
 

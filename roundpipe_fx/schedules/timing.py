@@ -19,10 +19,10 @@ from roundpipe_fx.schedules.data_parallel import ReplicaLink
 from roundpipe_fx.schedules.host_link import HostLink, WindowCopy
 from roundpipe_fx.schedules.memory import peaks_of
 from roundpipe_fx.schedules.offloads import Offload
-from roundpipe_fx.schedules.schedule import KINDS, Schedule
 from roundpipe_fx.schedules.sharding import KeptGathered, gathered_bytes
 from roundpipe_fx.schedules.stage_graph import StageGraph
 from roundpipe_fx.schedules.step_costs import StepCosts, device_orders
+from roundpipe_fx.schedules.timetable import KINDS, Schedule
 
 __all__ = ["Deadlock", "Timing", "simulate_time"]
 

@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from roundpipe_fx.schedules.action import ActionKind
-from roundpipe_fx.schedules.blocks import run_of
-from roundpipe_fx.schedules.schedule import NUMBER, Schedule
+from roundpipe_fx.schedules.timetable import NUMBER, Schedule, run_of
 
 __all__ = ["SchedulePhase", "v_shaped"]
 

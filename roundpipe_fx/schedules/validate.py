@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from roundpipe_fx.schedules.action import Action, ActionKind, StageAction
-from roundpipe_fx.schedules.schedule import KINDS, Schedule
 from roundpipe_fx.schedules.stage_graph import StageGraph
 from roundpipe_fx.schedules.step_costs import StepCosts
+from roundpipe_fx.schedules.timetable import KINDS, Schedule
 from roundpipe_fx.schedules.timing import Deadlock, simulate_time
 from roundpipe_fx.torch_private import PassedThrough
 

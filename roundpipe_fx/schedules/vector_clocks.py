@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from roundpipe_fx.schedules.places import Places
-from roundpipe_fx.schedules.schedule import Schedule
+from roundpipe_fx.schedules.timetable import Schedule
 
 __all__ = ["vector_clocks"]
 

@@ -9,8 +9,8 @@ bytes as the first device of 1F1B holds, which has p microbatches of a stage of 
 
 from __future__ import annotations
 
-from roundpipe_fx.schedules.schedule import Schedule
 from roundpipe_fx.schedules.spec import ScheduleSpec
+from roundpipe_fx.schedules.timetable import Schedule
 from roundpipe_fx.schedules.v_shape import SchedulePhase, v_shaped
 
 __all__ = ["ZBV", "zbv"]

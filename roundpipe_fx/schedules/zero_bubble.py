@@ -9,9 +9,8 @@ With equal stages of F, I and W seconds each device idles for (p - 1)(F + I - W)
 from __future__ import annotations
 
 from roundpipe_fx.schedules.action import Action, ActionKind
-from roundpipe_fx.schedules.blocks import run_of
-from roundpipe_fx.schedules.schedule import Schedule
 from roundpipe_fx.schedules.spec import ScheduleSpec
+from roundpipe_fx.schedules.timetable import Schedule, run_of
 
 __all__ = ["ZERO_BUBBLE", "zero_bubble"]
 

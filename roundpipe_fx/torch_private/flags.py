@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from roundpipe_fx.torch_private.custom_functions import break_at_transformed_functions
-from roundpipe_fx.torch_private.float_updates import keep_float_updates
 from roundpipe_fx.torch_private.forks import ForkedLock
 from roundpipe_fx.torch_private.random_branches import install_known_branches
+from roundpipe_fx.torch_private.tracing_patches import break_at_transformed_functions, keep_float_updates
 from roundpipe_fx.torch_private.tracing_retries import install_retries
 
 __all__ = ["dynamo_flags", "is_ours"]

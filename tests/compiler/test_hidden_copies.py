@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundpipe_fx.compiler.hidden_copies import MayLeave, hidden_copies
-from roundpipe_fx.ir.value_on_host import ValueOnHost
+from roundpipe_fx.ir.decisions import ValueOnHost
 
 Calls = Sequence[tuple[str, float]]
 

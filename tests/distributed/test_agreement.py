@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_fx.distributed.agreement import KnownStep, Statement, Unfitting, agree, known_to_all
-from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
+from roundpipe_fx.distributed.agreement import KnownStep, Statement, agree, known_to_all
+from roundpipe_fx.distributed.ranks import RanksDifferError, RemoteError
 from roundpipe_fx.distributed.run_end import EndBytes
+from roundpipe_fx.pipeline.step.scheduled import Unfitting
 
 RANKS, SIZE = 4, 2
 

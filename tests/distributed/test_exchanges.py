@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import roundpipe_fx
-from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
+from roundpipe_fx.distributed.ranks import RanksDifferError, RemoteError
 from tests.distributed.models import Block, make
 from tests.trainers.processes import in_processes
 

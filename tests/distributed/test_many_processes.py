@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import roundpipe_fx
-from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
+from roundpipe_fx.distributed.ranks import RanksDifferError, RemoteError
 from tests.distributed.models import LARGER, MODELS, Block, Net, Tied, language_loss, make
 from tests.trainers.processes import Check, in_processes
 
@@ -138,7 +138,7 @@ def check_models(_rank: int, _folder: str) -> None:
 
 def check_larger_models(_rank: int, _folder: str) -> None:
     """In three processes, where stages are smaller and more values skip one; every second model in one microbatch."""
-    for number, name in enumerate(LARGER):
+    for number, name in enumerate(name for name in LARGER if name != "qwen3_moe"):  # as in single precision, but slower
         _check_equal(name, num_microbatches=1 if number % 2 else 4)
 
 

@@ -18,10 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import roundpipe_fx
-from roundpipe_fx.distributed.agreement import Unfitting
-from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
-from roundpipe_fx.pipeline import scheduled
-from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
+from roundpipe_fx.distributed.ranks import RanksDifferError, RemoteError
+from roundpipe_fx.pipeline.step import scheduled
+from roundpipe_fx.pipeline.step.scheduled import UnequalMicrobatchesError, Unfitting
 from roundpipe_fx.planner import cut_for_schedule
 from roundpipe_fx.schedules import data_parallel
 from tests.distributed.models import Net, make

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import roundpipe_fx
-from roundpipe_fx.distributed.errors import RemoteError
+from roundpipe_fx.distributed.ranks import RemoteError
 from tests.distributed.models import Tied, language_loss, make
 from tests.trainers.processes import Check, in_processes
 

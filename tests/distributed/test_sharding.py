@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import roundpipe_fx
 from roundpipe_fx.distributed import gathering
-from roundpipe_fx.distributed.errors import RemoteError
+from roundpipe_fx.distributed.ranks import RemoteError
 from roundpipe_fx.schedules import data_parallel
 from tests.distributed.models import Block, make
 from tests.trainers.processes import in_processes

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import roundpipe_fx
-from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
+from roundpipe_fx.distributed.ranks import RanksDifferError, RemoteError
 from tests.distributed.models import language_loss, make
 from tests.distributed.parallel_layers import (
     WORDS,
@@ -257,23 +257,21 @@ def check_failures(rank: int, _folder: str) -> None:
     had been."""
     torch.manual_seed(0)
     plain = BreakingNet()
-    for parallel, name in ((tensor_parallel, "pp"), (vocabulary_parallel, "pp"), (tensor_parallel, "dp")):
+    for parallel, name in ((vocabulary_parallel, "pp"), (tensor_parallel, "dp")):
         _raises_everywhere(rank, plain, parallel, name)
 
 
 def check_failures_of_compiled_stages(rank: int, _folder: str) -> None:
     torch.manual_seed(0)
     plain = BreakingNet()
-    for parallel, name in ((vocabulary_parallel, "pp"), (tensor_parallel, "dp")):
-        _raises_everywhere(rank, plain, parallel, name, stage_compiler=as_it_is)
+    _raises_everywhere(rank, plain, vocabulary_parallel, "pp", stage_compiler=as_it_is)
 
 
 def check_failures_with_sizes_that_depend_on_data(rank: int, _folder: str) -> None:
     torch.manual_seed(0)
     plain = PickingNet()
-    for compiler in ("eager", as_it_is):
-        for name in ("pp", "dp"):
-            _raises_everywhere(rank, plain, picking_parallel, name, stage_compiler=compiler)
+    for compiler, name in (("eager", "pp"), (as_it_is, "dp")):
+        _raises_everywhere(rank, plain, picking_parallel, name, stage_compiler=compiler)
 
 
 def check_errors(rank: int, _folder: str) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import roundpipe_fx
-from roundpipe_fx.distributed.errors import RemoteError
+from roundpipe_fx.distributed.ranks import RemoteError
 from roundpipe_fx.runtime.host_buffers import HostBuffers
 from tests.distributed import parallel_layers as layers
 from tests.distributed.models import MODELS, Net, language_loss, make

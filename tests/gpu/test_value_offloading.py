@@ -22,6 +22,7 @@ from roundpipe_fx.runtime.value_offloading import ValueOffloading
 from tests.comparison import Step, assert_bitwise
 from tests.compat.checkpointing.models import BATCH, Model, Selective
 from tests.golden_models import GOLDEN
+from tests.long import long_but
 from tests.pipeline.steps import Blocks, assert_close, left_behind, squares
 
 pytestmark = [
@@ -160,7 +161,10 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[HostBuffers]:
     return known
 
 
-@pytest.mark.parametrize("name", ["tied_transformer", "mixture_of_experts", "encoder_decoder", "unet"])
+@pytest.mark.parametrize(
+    "name",
+    long_but(["tied_transformer", "mixture_of_experts", "encoder_decoder", "unet"], quick={"tied_transformer", "unet"}),
+)
 def test_bits_of_models_with_skips_decisions_and_buffers(name: str) -> None:
     make, make_batch, _ = GOLDEN[name]
     torch.manual_seed(0)

@@ -188,7 +188,7 @@ slow_scale.register_autograd(lambda ctx, g: g * 2)
 
 
 def test_registered_operators_run_once() -> None:
-    from roundpipe_fx.analysis import sync_ops
+    from roundpipe_fx.analysis import host_sync
 
     model = nn.Sequential(nn.Linear(4, 4), _Scale(), nn.Linear(4, 4))
 
@@ -200,7 +200,7 @@ def test_registered_operators_run_once() -> None:
             loss.backward()
         return syncs.by_operator["roundpipe_fx_tests.slow_scale"]
 
-    before = set(sync_ops._registered)
+    before = set(host_sync._registered)
     try:
         plain = train_step(lambda x: model(x).square().sum(), model, {"x": torch.ones(2, 4)})
         roundpipe_fx.register_sync_op(slow_scale)
@@ -209,8 +209,8 @@ def test_registered_operators_run_once() -> None:
         assert_bitwise(train_step(lambda x: compiled(x).square().sum(), model, {"x": torch.ones(2, 4)}), plain)
         assert any("registered" in value.reason for stage in compiled.plan.stages for value in stage.hoisted)
     finally:
-        sync_ops._registered.clear()
-        sync_ops._registered.update(before)
+        host_sync._registered.clear()
+        host_sync._registered.update(before)
     with pytest.raises(TypeError, match="takes an operator"):
         roundpipe_fx.register_sync_op(lambda x: x)
 

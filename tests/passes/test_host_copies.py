@@ -3,8 +3,8 @@ from __future__ import annotations
 import expecttest
 import pytest
 
+from roundpipe_fx.ir.decisions import ValueOnHost
 from roundpipe_fx.ir.text import graph_text
-from roundpipe_fx.ir.value_on_host import ValueOnHost
 from roundpipe_fx.passes.host_copies import copy_back, copy_to_host
 from roundpipe_fx.passes.overlap_recompute import overlap_recompute
 from roundpipe_fx.torch_private import offload_operators

@@ -14,8 +14,8 @@ import torch
 import transformers
 
 import roundpipe_fx
-from roundpipe_fx.pipeline import offloaded
-from roundpipe_fx.pipeline.offloaded import Offloaded
+from roundpipe_fx.pipeline.step import offloaded
+from roundpipe_fx.pipeline.step.offloaded import Offloaded
 from roundpipe_fx.runtime import host_buffers
 from roundpipe_fx.runtime.host_buffers import HostBuffers, allocating_on_host
 from tests.pipeline.steps import Blocks, batch_of, squares, step_batch
@@ -117,7 +117,7 @@ def test_weights_of_a_folder_are_copied_once_from_its_files_into_pinned_memory(
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     size = sum(parameter.nbytes for parameter in model.parameters())
     assert size > 50 * 2**20 and _anonymous_bytes() - before < size / 4  # they are where the files are mapped
-    own = Offloaded(torch.device("cpu"))
+    own = Offloaded([torch.device("cpu")])
     own.tensors = {id(parameter): parameter for parameter in model.parameters()}
     addresses = {parameter.data_ptr() for parameter in model.parameters()}
     PIN(own)

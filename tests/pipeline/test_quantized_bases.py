@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import roundpipe_fx
-from roundpipe_fx.pipeline.offloaded import tensors_of
+from roundpipe_fx.pipeline.step.offloaded import tensors_of
 from tests.hugging_face import language_batch
 from tests.pipeline.quantized import RowScaled, State, blocks, with_adapters
 from tests.pipeline.steps import left_behind, squares

@@ -14,7 +14,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.analysis.cost import DEVICES
-from roundpipe_fx.pipeline import unequal
+from roundpipe_fx.pipeline.step import scheduled
 from roundpipe_fx.runtime.host_buffers import HostBuffers
 from roundpipe_fx.schedules import choose_offloads
 from tests.comparison import Step, assert_bitwise
@@ -189,7 +189,7 @@ def test_a_host_budget_is_for_microbatches_of_both_sizes(monkeypatch: pytest.Mon
     model = Blocks(WIDTH, 4)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     for room in (2**30, 2 * weights + 1):
-        monkeypatch.setattr(unequal, "host_budget_of", lambda *_, room=room: room)
+        monkeypatch.setattr(scheduled, "host_budget_of", lambda *_, room=room: room)
         compiled = roundpipe_fx.compile(
             model,
             devices=["cpu"],

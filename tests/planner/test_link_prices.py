@@ -11,7 +11,7 @@ import torch
 import roundpipe_fx
 from roundpipe_fx.analysis.cost import DEVICES
 from roundpipe_fx.planner import schedule_within_budget as within_budget
-from roundpipe_fx.planner.attempt import Attempt
+from roundpipe_fx.planner.evaluation import ScheduleEvaluation
 from roundpipe_fx.planner.link_prices import LinkPrices
 from tests.pipeline.steps import Blocks, squares
 
@@ -53,7 +53,7 @@ def test_plans_by_the_price_of_the_link_are_as_short_as_others_or_shorter(monkey
 
 def test_the_chain_counts_a_plan_that_saves_everything_as_the_simulation_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the bytes beside it are what the simulation counts and the chain does not."""
-    seen: list[tuple[LinkPrices, Attempt]] = []
+    seen: list[tuple[LinkPrices, ScheduleEvaluation]] = []
     initialize = LinkPrices.__init__
 
     def noted(self: LinkPrices, **arguments: Any) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions
-from roundpipe_fx.compiler.operations import summed
+from roundpipe_fx.compiler.operations_in_tiles import summed
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.tile_loop import TileLoop
@@ -38,12 +38,12 @@ def look(
     """What a function returns of the annotated graph of a model and the regions in it."""
     found = []
 
-    def stop(joint: JointGraph, budget: int, setting: Setting) -> Any:
+    def stop(joint: JointGraph, budget: int, setting: Setting, space: object) -> Any:
         graph = summed(joint, setting)
         found.append(with_graph(graph, TileRegions(graph).as_wide_as(0), setting))
         raise Looked
 
-    monkeypatch.setattr(lower, "plan_with_tiles", stop)
+    monkeypatch.setattr(lower, "search", stop)
     torch._dynamo.reset()
     with pytest.raises(Exception) as raised:
         roundpipe_fx.compile(model, memory_budget=1_000_000).trace(**batch)

@@ -15,12 +15,13 @@ import roundpipe_fx
 from benchmarks.lower_bound import lower_bound
 from roundpipe_fx.analysis.tiling import TileRegions
 from roundpipe_fx.budget import Found
-from roundpipe_fx.compiler.operations import summed, tiled
+from roundpipe_fx.compiler.operations_in_tiles import summed, tiled
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.passes import pipeline
-from roundpipe_fx.planner import lower, tiling
+from roundpipe_fx.planner import lower
 from roundpipe_fx.planner import program_within_budget as within_budget
+from roundpipe_fx.planner.evaluation import Space
 from roundpipe_fx.remat.least_bytes import LeastBytes, least_bytes
 from tests.golden_models import GOLDEN
 from tests.long import long_but
@@ -91,7 +92,7 @@ def test_a_refusal_searches_for_no_plan_twice(monkeypatch: pytest.MonkeyPatch) -
     """The lowest peak of a graph with some regions in tiles does not depend on the budget, nor that it can be met."""
     peaks: list[int] = []
     results: list[Any] = []
-    choose, within = within_budget.choose, tiling.within
+    choose, planned = within_budget.choose, within_budget.PROGRAMS.planned
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         chosen = choose(*args, **kwargs)
@@ -100,9 +101,8 @@ def test_a_refusal_searches_for_no_plan_twice(monkeypatch: pytest.MonkeyPatch) -
         return chosen
 
     monkeypatch.setattr(within_budget, "choose", counted)
-    monkeypatch.setattr(
-        tiling, "within", lambda *args, **kwargs: results.append(within(*args, **kwargs)) or results[-1]
-    )
+    noted = Space(planned=lambda *args: results.append(planned(*args)) or results[-1])
+    monkeypatch.setattr(lower, "PROGRAMS", noted)
     minimum(HeadAndMLP(), _batch())
     assert peaks and len(peaks) == len(set(peaks))
     assert results and not any(isinstance(result, Found) for result in results)
@@ -174,20 +174,20 @@ def test_no_other_tiles_make_a_shorter_step(budget: int, monkeypatch: pytest.Mon
     """Wherever it pays, held against all choices of the tiles of each region, by exhaustion."""
     steps: list[float] = []
 
-    def by_exhaustion(joint: Any, budget: int, setting: Setting) -> Any:
+    def by_exhaustion(joint: Any, budget: int, setting: Setting, space: Space[Any]) -> Any:
         graph = summed(joint, setting)
         regions = TileRegions(graph).as_wide_as(0)
         assert len(regions) == 4
         for numbers in itertools.product((1, 2, 4), repeat=len(regions)):
             tiles = [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
-            result = tiling.within(tiled(graph, tiles, setting) if tiles else joint, setting, budget, budget)
+            result = space.planned(tiled(graph, tiles, setting) if tiles else joint, setting, budget, budget)
             if isinstance(result, Found):
                 found = result
-                steps.append(sum(found.value.seconds.values()))
+                steps.append(found.value.seconds)
         return found
 
     own = _seconds(budget, "auto")
-    monkeypatch.setattr(lower, "plan_with_tiles", by_exhaustion)
+    monkeypatch.setattr(lower, "search", by_exhaustion)
     _seconds(budget, "auto")
     assert len(steps) > 1 and own <= min(steps) * 1.001
 

@@ -31,10 +31,10 @@ def _emitter(most: int) -> tuple[Any, list[tuple[int, int]]]:
     """Plans from which so many bytes have the time to leave."""
     emitted = []
 
-    def emit(chosen: Any, sent: int) -> Any:
-        emitted.append((chosen.candidate.peak.bytes, sent))
-        peak = chosen.candidate.peak.bytes - min(sent, most)
-        return SimpleNamespace(peak=SimpleNamespace(bytes=peak), sent=sent)
+    def emit(candidate: Any) -> Any:
+        emitted.append((candidate.saved.candidate.peak.bytes, candidate.sent))
+        peak = candidate.saved.candidate.peak.bytes - min(candidate.sent, most)
+        return SimpleNamespace(peak=peak, candidate=candidate)
 
     return emit, emitted
 
@@ -42,19 +42,19 @@ def _emitter(most: int) -> tuple[Any, list[tuple[int, int]]]:
 def test_the_least_recomputation_that_fits_is_taken_with_about_as_much_on_the_host_as_it_needs() -> None:
     emit, emitted = _emitter(300)
     plans = _plans(1000, 1500, 1400, 1300, 1200, 1100)
-    lowered, chosen = least_recomputed(plans, emit, 10**6)
-    assert (chosen, lowered.peak.bytes, lowered.sent) == (plans[2], 1000, 1300 // 4)
+    found = least_recomputed(plans, emit, 10**6)
+    assert (found.candidate.saved, found.peak, found.candidate.sent) == (plans[2], 1000, 1300 // 4)
     assert len(emitted) == 5
     emit, _ = _emitter(300)
     plans = _plans(1000, 1500, 1400)
-    lowered, chosen = least_recomputed(plans, emit, 10**6)
-    assert (chosen, lowered.peak.bytes) == (plans[1], 1100)
+    found = least_recomputed(plans, emit, 10**6)
+    assert (found.candidate.saved, found.peak) == (plans[1], 1100)
     emit, _ = _emitter(10**6)
     plans = _plans(1000, 1500, 1200)
-    assert least_recomputed(plans, emit, 250)[1] is plans[1]  # the host has no room for more
+    assert least_recomputed(plans, emit, 250).candidate.saved is plans[1]  # the host has no room for more
     plans = _plans(1000, 1500, 1200, 1400, 1100)  # the third may need more than the second
     emit, _ = _emitter(300)
-    assert least_recomputed(plans, emit, 10**6)[1] is plans[1]
+    assert least_recomputed(plans, emit, 10**6).candidate.saved is plans[1]
 
 
 @given(
@@ -67,16 +67,16 @@ def test_a_smaller_budget_has_no_higher_peak(values: list[tuple[int, int]], budg
     """Values leave one after another until so many bytes have left; of each value a part is away at the peak."""
     peak = 4000
 
-    def emit(_: Any, sent: int) -> Any:
+    def emit(candidate: Any) -> Any:
         left = away = 0
         for gone, back in values:
-            if left < sent:
+            if left < candidate.sent:
                 left += gone + back
                 away += gone
-        return SimpleNamespace(peak=SimpleNamespace(bytes=max(peak - away, 0)))
+        return SimpleNamespace(peak=max(peak - away, 0))
 
     for_budget, for_less = (
-        least_recomputed(_plans(limit, peak), emit, 10**6)[0].peak.bytes for limit in (budget, budget - less)
+        least_recomputed(_plans(limit, peak), emit, 10**6).peak for limit in (budget, budget - less)
     )
     assert for_less <= for_budget
 

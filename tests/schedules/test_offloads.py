@@ -18,8 +18,8 @@ from roundpipe_fx.schedules import ActionKind, Held, Schedule, StepCosts, chain,
 from roundpipe_fx.schedules import simulate_time as simulate
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, choose_offloads, offloads_within
 from roundpipe_fx.schedules.offloads import Offload, buffer_bytes, offloads_at_distance
-from roundpipe_fx.schedules.schedule import KINDS
 from roundpipe_fx.schedules.stage_graph import StageGraph
+from roundpipe_fx.schedules.timetable import KINDS
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from roundpipe_fx.schedules import ActionKind, Schedule, StepCosts, chain, gpipe, one_f_one_b, simulate_time
 from roundpipe_fx.schedules.residency import resident, window_ranges
-from roundpipe_fx.schedules.schedule import NUMBER
+from roundpipe_fx.schedules.timetable import NUMBER
 
 STAGES = 3
 

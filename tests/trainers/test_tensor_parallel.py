@@ -24,8 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import roundpipe_fx
-from roundpipe_fx.ir.collectives import is_collective
-from roundpipe_fx.pipeline.distributed import DistributedTensorError
+from roundpipe_fx.ir.collectives import DistributedTensorError, is_collective
 from tests.counting import count_operations
 
 WIDTH = 16

@@ -8,9 +8,8 @@ import torch
 
 from roundpipe_fx.analysis.cost.added import annotate_added
 from roundpipe_fx.analysis.cost.measured import MeasuredCosts
-from roundpipe_fx.analysis.cost.model import CostModel
+from roundpipe_fx.analysis.cost.model import CostModel, annotate_node, tensor_bytes
 from roundpipe_fx.analysis.cost.network import Network
-from roundpipe_fx.analysis.cost.of_node import annotate_node, tensor_bytes
 from roundpipe_fx.analysis.cost.operand_rules import results_on_host
 from roundpipe_fx.analysis.cost.real_layout import (
     layout_of,

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost.model import CostModel
-from roundpipe_fx.analysis.cost.of_node import annotate_node
+from roundpipe_fx.analysis.cost.model import CostModel, annotate_node
 from roundpipe_fx.analysis.cost.real_layout import note_real_values
 from roundpipe_fx.analysis.cost.workspace import workspaces_of
 from roundpipe_fx.ir.joint_graph import Mark

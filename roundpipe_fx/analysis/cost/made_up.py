@@ -8,21 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost.of_node import tensor_bytes
+from roundpipe_fx.analysis.cost.model import tensor_bytes
 from roundpipe_fx.analysis.cost.operand_kinds import OnHost, OperandKind
 from roundpipe_fx.analysis.cost.operand_rules import arguments_of, kinds_of_call, kinds_of_operator
 from roundpipe_fx.budget import available_memory
 from roundpipe_fx.ir.joint_graph import tensor_values
 from roundpipe_fx.torch_private import number_hint, size_hint, tree_map
 
-__all__ = [
-    "UnsafeOperandsError",
-    "fits",
-    "is_on_host",
-    "made_up_arguments",
-    "run_alone",
-    "with_accepted_numbers",
-]
+__all__ = ["UnsafeOperandsError", "fits", "is_on_host", "made_up_arguments", "run_alone", "with_accepted_numbers"]
 
 FillOperand = Callable[[torch.Tensor], torch.Tensor]
 """Fills a tensor with numbers; integers are not negative."""

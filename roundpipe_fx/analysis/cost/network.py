@@ -5,6 +5,9 @@ large messages: each of ``n`` ranks sends ``n - 1`` parts of an ``n``-th, and ea
 (Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). A ring has as many
 channels as it has ranks on a node, each of which leaves the node through the network adapter of another device, so
 these adapters work in parallel.
+
+The collectives of a graph itself, those of tensor parallelism, take their seconds where they are started: a traced
+program waits for them right afterwards. So nothing runs beside them.
 """
 
 from __future__ import annotations
@@ -14,7 +17,13 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-__all__ = ["Network", "Ring", "usual_network"]
+from torch import fx
+
+from roundpipe_fx.ir.collectives import collective_name, group_of
+from roundpipe_fx.ir.joint_graph import input_nodes, tensor_values
+from roundpipe_fx.torch_private import size_hint
+
+__all__ = ["Network", "Ring", "collective_seconds", "usual_network"]
 
 
 @dataclass(frozen=True)
@@ -168,3 +177,37 @@ def usual_network(link: float, nvlink: bool, between: float) -> Network:
         between_bandwidth=between,
         between_latency=_NETWORK,
     )
+
+
+def collective_seconds(node: fx.Node, network: Network) -> float | None:
+    """Seconds of a collective.
+
+    Args:
+        node: calls a collective, or waits for one, which takes no time of its own.
+        network: the links between all ranks.
+
+    Returns:
+        the seconds; ``None``: it is another operator than those that are known, or this process has no such group, as
+        for a graph that was written as text.
+    """
+    name = collective_name(node)
+    if name == "wait_tensor":
+        return 0.0
+    ranks = group_of(node)
+    if not ranks:
+        return None
+    ring = network.ring_of(ranks)
+    input_bytes = sum(_bytes_of(source) for source in input_nodes(node))
+    if name.startswith("all_reduce"):
+        return ring.all_reduce_seconds(input_bytes)
+    if name.startswith("all_gather"):
+        return ring.gather_seconds(_bytes_of(node))
+    if name.startswith("reduce_scatter") or name in ("all_to_all_single", "shard_dim_alltoall"):
+        return ring.gather_seconds(input_bytes)
+    if name.startswith("broadcast"):
+        return ring.latency + input_bytes / ring.bandwidth
+    return None
+
+
+def _bytes_of(node: fx.Node) -> int:
+    return sum(size_hint(value.numel() * value.element_size()) for value in tensor_values(node))

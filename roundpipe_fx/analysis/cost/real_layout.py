@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost.made_up import is_on_host, run_alone, with_accepted_numbers
-from roundpipe_fx.analysis.cost.of_node import note_bytes, tensor_bytes
+from roundpipe_fx.analysis.cost.model import note_bytes, tensor_bytes
 from roundpipe_fx.analysis.cost.operand_kinds import OperandKind
 from roundpipe_fx.analysis.cost.trial import TensorLayout, try_apart
 from roundpipe_fx.analysis.cost.workspace import is_measured

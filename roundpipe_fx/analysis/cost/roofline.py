@@ -17,8 +17,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.analysis.cost.collectives import collective_seconds
-from roundpipe_fx.analysis.cost.network import Network, usual_network
+from roundpipe_fx.analysis.cost.network import Network, collective_seconds, usual_network
 from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.joint_graph import has_tag
 from roundpipe_fx.operators.gradient_sums import add_product_to

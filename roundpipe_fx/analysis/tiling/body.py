@@ -17,8 +17,8 @@ from roundpipe_fx.analysis.cost import CostModel, annotate_node, note_real_value
 from roundpipe_fx.analysis.dimensions import LOGARITHMS, arguments_on_tile, dimensions_of
 from roundpipe_fx.analysis.liveness import Event, peak_of
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
-from roundpipe_fx.analysis.tiling.region import TileRegion
 from roundpipe_fx.analysis.tiling.rows import Rows, labels_of_rows
+from roundpipe_fx.analysis.tiling.tiled_region import TileRegion
 from roundpipe_fx.ir.fingerprint import fingerprint
 from roundpipe_fx.ir.joint_graph import Mark, input_nodes, tensor_values
 from roundpipe_fx.ir.tile_loop import TileLoop, TileResult, WidestValue

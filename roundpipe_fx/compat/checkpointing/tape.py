@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.analysis.host_sync import why_host_sync
-from roundpipe_fx.analysis.sync_ops import registered_sync_ops
+from roundpipe_fx.analysis.host_sync import registered_sync_ops, why_host_sync
 from roundpipe_fx.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = ["Tape", "View", "storage_key", "view_of"]

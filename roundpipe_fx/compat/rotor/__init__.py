@@ -13,16 +13,7 @@ Chains, sequences and the algorithms that compute them are in :mod:`roundpipe_fx
 """
 
 from roundpipe_fx.compat.rotor.checkpointable import Checkpointable
-from roundpipe_fx.remat.sequences.chain import Chain
+from roundpipe_fx.remat.sequences.layer_costs import Chain
 from roundpipe_fx.remat.sequences.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence
 
-__all__ = [
-    "Backward",
-    "Chain",
-    "Checkpointable",
-    "ForwardCheck",
-    "ForwardEnable",
-    "ForwardNograd",
-    "Loss",
-    "Sequence",
-]
+__all__ = ["Backward", "Chain", "Checkpointable", "ForwardCheck", "ForwardEnable", "ForwardNograd", "Loss", "Sequence"]

@@ -17,7 +17,7 @@ from roundpipe_fx.compat.rotor.nesting import Kept, Rerun, nest, run
 from roundpipe_fx.ir.options import Options, RotorOptions
 from roundpipe_fx.remat.follow_sequence import chain_of_segments, fit_sequence
 from roundpipe_fx.remat.sequences.algorithms import ALGORITHMS, make_sequence
-from roundpipe_fx.remat.sequences.chain import Chain
+from roundpipe_fx.remat.sequences.layer_costs import Chain
 from roundpipe_fx.remat.sequences.sequence import Sequence
 
 __all__ = ["Checkpointable"]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.remat.sequences.chain import Chain
+from roundpipe_fx.remat.sequences.layer_costs import Chain
 from roundpipe_fx.report.peak_memory import measure_peak
 from roundpipe_fx.torch_private import tree_leaves, tree_map
 

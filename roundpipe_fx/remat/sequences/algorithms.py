@@ -17,7 +17,7 @@ import numpy as np
 
 from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision
 from roundpipe_fx.remat.chain import SegmentChain as SegmentChain
-from roundpipe_fx.remat.sequences.chain import Chain
+from roundpipe_fx.remat.sequences.layer_costs import Chain
 from roundpipe_fx.remat.sequences.sequence import (
     Backward,
     ForwardCheck,

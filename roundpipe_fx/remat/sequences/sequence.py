@@ -6,7 +6,7 @@ import collections.abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from roundpipe_fx.remat.sequences.chain import Chain
+from roundpipe_fx.remat.sequences.layer_costs import Chain
 
 __all__ = ["Backward", "ForwardCheck", "ForwardEnable", "ForwardNograd", "Loss", "Sequence", "SequenceOperation"]
 

@@ -1,0 +1,317 @@
+"""Tile regions: connected operations around a wide value that can be carried out row by row.
+
+A value is *wide* if it is much larger than what the region reads and returns by rows: the logits of a language model,
+the inner width of an MLP, attention scores. From the widest value on, its makers and readers join as long as they work
+on each row alone (:mod:`roundpipe_fx.analysis.dimensions`), forward and backward together; the region ends where values
+are narrow. What has no rows is read by every tile (weights), or is the sum over tiles (gradients of weights).
+
+The rows of a loss head may be its classes (the words of a vocabulary) instead: gradients of its weights are then
+assembled from tiles, and every tile reads the same input. For this, the log-softmax is rewritten with sums over classes
+in a copy of the graph (:mod:`roundpipe_fx.analysis.tiling.classes_in_tiles`).
+
+Regions of this kind are AutoChunk's (Zhao et al., ICLR 2024) for the forward alone, and what is written by hand in
+Arctic Long Sequence Training and Liger's fused loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import graphlib
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.tiling.growth import Growth
+from roundpipe_fx.analysis.tiling.linear import proportional
+from roundpipe_fx.analysis.tiling.rows import Described, Rows, elements
+from roundpipe_fx.ir.joint_graph import (
+    JointGraph,
+    Mark,
+    Phase,
+    is_tensor,
+    is_view,
+)
+
+__all__ = ["TileRegion", "TileRegions"]
+
+aten = torch.ops.aten
+
+_LEAST_BYTES = 1 << 10
+"""Smaller values are not worth a loop."""
+_MOST_DIMS = 3
+"""So many dimensions at most make up the rows."""
+_MOST_ROUNDED = 2048
+"""A sum is rounded once a tile; with more tiles float32 gradients may be farther than 1e-6 from those without."""
+
+_LONG_SUM = 1024
+"""A product that sums more terms needs tiles of several rows."""
+_ROWS_OF_LONG_SUMS = 16
+"""Kernels for products of fewer rows or columns may add long sums term by term, which rounds more than in blocks."""
+
+_PRODUCTS: Mapping[Any, int] = {
+    aten.mm.default: 0,
+    aten.addmm.default: 1,
+    aten.bmm.default: 0,
+    aten.baddbmm.default: 1,
+    aten.addbmm.default: 1,
+    aten.linear.default: 0,
+}
+"""By matrix product, which of its arguments is the left one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileRegion:
+    """Operations that can be carried out tile by tile.
+
+    Attributes:
+        widest: the value that the region was found from.
+        rows: number of rows.
+        members: the operations, in graph order.
+        whole: those of them that do the same for each tile (scalars).
+        where: by value, where its rows are; what has none is the same for each tile, or a sum over tiles.
+        scalar: the scalar that the whole backward of the region is proportional to, where it waits for nothing else;
+            then forward and backward can be one loop. ``None``: they cannot.
+        online: names of the log-softmaxes that must be written with sums over their classes, which are the rows.
+    """
+
+    widest: fx.Node
+    rows: int
+    members: tuple[fx.Node, ...]
+    where: Mapping[fx.Node, Rows]
+    whole: frozenset[fx.Node] = frozenset()
+    scalar: fx.Node | None = None
+    online: tuple[str, ...] = ()
+
+    def in_phase(self, phase: Phase) -> list[fx.Node]:
+        """Members of one phase, in graph order."""
+        return [node for node in self.members if node.meta[Mark.PHASE] is phase]
+
+    def rows_of_tile(self, tiles: int) -> int:
+        """Rows of all tiles but the last, which may have fewer, where there are so many tiles at most.
+
+        Sums over tiles are rounded once a tile; if they are not of double precision there are at most 2,048 tiles.
+
+        Where rows of a matrix product are divided, no tile has only one: the product would be one with a vector, which
+        other kernels compute, that round otherwise. For the same reason no tile has fewer than 16 if the product sums
+        more than 1,024 terms.
+        """
+        size = -(-self.rows // (min(tiles, _MOST_ROUNDED) if self._rounds_sums else tiles))
+        while size < self.rows and (size < self._least_rows or 0 < self.rows % size < self._least_rows):
+            size += 1
+        return size
+
+    @property
+    def most_tiles(self) -> int:
+        """The largest number of tiles that there can be."""
+        return -(-self.rows // self.rows_of_tile(self.rows))
+
+    @functools.cached_property
+    def _least_rows(self) -> int:
+        """The fewest rows that a tile may have: by the matrix products whose rows or columns are divided."""
+        products = (node for node in self.members if node.target in _PRODUCTS and node in self.where)
+        divided = [node for node in products if self.where[node][-1] >= node.meta["val"].dim() - 2]
+        if any(_is_long_sum(node) for node in divided):
+            return _ROWS_OF_LONG_SUMS
+        return 2 if divided else 1
+
+    @functools.cached_property
+    def _rounds_sums(self) -> bool:
+        """Whether sums over tiles have the digits of single precision."""
+        sums = (node.meta["val"] for node in self.members if _is_sum(self, node))
+        return any(value.is_floating_point() and value.dtype is not torch.float64 for value in sums)
+
+    def on(self, graph: fx.Graph) -> TileRegion:
+        """The same region of a copy of the graph, whose nodes have the same names."""
+        named = {node.name: node for node in graph.nodes}
+        return TileRegion(
+            widest=named[self.widest.name],
+            rows=self.rows,
+            members=tuple(named[node.name] for node in self.members),
+            where={named[node.name]: rows for node, rows in self.where.items()},
+            whole=frozenset(named[node.name] for node in self.whole),
+            scalar=None if self.scalar is None else named[self.scalar.name],
+            online=self.online,
+        )
+
+
+class TileRegions:
+    """The regions of a graph, found as far as they are asked for.
+
+    Args:
+        joint: an annotated graph; not changed.
+
+    Attributes:
+        regions: those found so far.
+    """
+
+    def __init__(self, joint: JointGraph) -> None:
+        self._joint = joint
+        self._order = {node: place for place, node in enumerate(joint.graph.nodes)}
+        self._returned = {output for output in joint.outputs if isinstance(output, fx.Node)}
+        self._tangential = _descendants(joint, joint.tangents)
+        self._described: dict[fx.Node, Described | None] = {}
+        self._sizes = {node: elements(node) for node in joint.graph.nodes}
+        self._taken: set[fx.Node] = set()
+        self._seen: set[fx.Node] = set()
+        self.regions: list[TileRegion] = []
+        by_width = sorted(joint.in_phase(Phase.FORWARD), key=lambda node: -self._sizes[node])
+        self._waiting = deque(node for node in by_width if _may_be_widest(node))
+
+    def as_wide_as(self, least: int) -> list[TileRegion]:
+        """Those whose widest value has at least so many elements, the widest first; they do not overlap."""
+        while self._waiting and self._sizes[self._waiting[0]] >= least:
+            widest = self._waiting.popleft()
+            if widest not in self._taken and widest not in self._seen:
+                self._look_around(widest, _candidates(widest))
+        return self.regions
+
+    def around(self, widest: fx.Node, rows: Rows) -> TileRegion | None:
+        """The one whose rows are where it is said; ``None`` if there is none, it is small, or another has this value.
+
+        Args:
+            widest: one of its widest values; the region's is the first of them.
+            rows: where that has its rows.
+        """
+        count = len(self.regions)
+        if widest not in self._taken and _is_large(widest):
+            self._look_around(widest, [rows])
+        if len(self.regions) == count:
+            return None
+        region, size = self.regions.pop(), self._sizes[widest]
+        first = next(node for node in region.members if self._sizes[node] == size and _may_be_widest(node))
+        self.regions.append(dataclasses.replace(region, widest=first))
+        return self.regions[-1]
+
+    def by_width(self) -> Iterator[list[TileRegion]]:
+        """What is found with ever narrower widest values: each time all so far, those of one more width last."""
+        while self._waiting:
+            yield self.as_wide_as(self._sizes[self._waiting[0]])
+
+    def _look_around(self, widest: fx.Node, starts: Iterable[Rows]) -> None:
+        grown = [
+            Growth(
+                widest=widest,
+                start=rows,
+                order=self._order,
+                described=self._described,
+                sizes=self._sizes,
+                taken=self._taken,
+                tangential=self._tangential,
+            )
+            for rows in starts
+        ]
+        # Activations that are sums over tiles would be rounded otherwise; gradients of weights are in any case.
+        best = max(
+            (candidate for candidate in grown if candidate.grow(self._returned)),
+            key=lambda candidate: (not candidate.sums, candidate.saved),
+            default=None,
+        )
+        # From another value that is as wide, and that was reached, the same would be found.
+        reached = {node for candidate in grown for node in candidate.members}
+        self._seen.update(node for node in reached if self._sizes[node] == self._sizes[widest])
+        if best is None:
+            return
+        region = TileRegion(
+            widest=widest,
+            rows=best.rows,
+            members=tuple(sorted(best.members, key=self._order.__getitem__)),
+            where=dict(best.where),
+            whole=frozenset(best.whole),
+        )
+        region = dataclasses.replace(region, scalar=_scalar(self._joint, region, self._tangential))
+        if _is_acyclic(self._joint, [*self.regions, region]):
+            self._taken.update(set(region.members) - region.whole)
+            self.regions.append(region)
+
+
+def _is_acyclic(joint: JointGraph, regions: Sequence[TileRegion]) -> bool:
+    """Whether the loops that stand for regions can run one after another, each as a whole."""
+    loops: dict[fx.Node, Any] = {}
+    for place, region in enumerate(regions):
+        for node in set(region.members) - region.whole:
+            loops[node] = place, None if region.scalar is not None else node.meta[Mark.PHASE]
+    sorter: graphlib.TopologicalSorter[Any] = graphlib.TopologicalSorter()
+    for node in joint.graph.nodes:
+        head = loops.get(node, node)
+        sorter.add(head, *(other for source in node.all_input_nodes if (other := loops.get(source, source)) != head))
+    try:
+        sorter.prepare()
+    except graphlib.CycleError:
+        return False
+    return True
+
+
+def _scalar(joint: JointGraph, region: TileRegion, tangential: Collection[fx.Node]) -> fx.Node | None:
+    """The one scalar incoming gradient that a region's backward is proportional to."""
+    forward, backward = region.in_phase(Phase.FORWARD), region.in_phase(Phase.BACKWARD)
+    inside = set(region.members)
+    outside = {source for node in backward for source in node.all_input_nodes if source not in inside}
+    waiting = [node for node in outside if node in tangential]
+    if len(waiting) != 1 or waiting[0] in region.where or elements(waiting[0]) != 1:
+        return None
+    # A gradient that is made before its scale is known must not underflow.
+    values = [node.meta["val"] for node in region.members if is_tensor(node)]
+    if any(value.dtype is torch.float16 for value in values):
+        return None
+    later = _descendants(joint, forward)
+    if any(node in later for node in outside) or any(_is_sum(region, source) for source in _read(backward, forward)):
+        return None
+    linear = proportional(backward, waiting)
+    results = [node for node in backward if node not in region.whole and any(user not in inside for user in node.users)]
+    return waiting[0] if linear is not None and results and all(node in linear for node in results) else None
+
+
+def _is_long_sum(product: fx.Node) -> bool:
+    """Whether a matrix product, not of double precision, sums more terms than any kernel may add one by one."""
+    left = product.args[_PRODUCTS[product.target]]
+    assert isinstance(left, fx.Node)
+    terms = left.meta["val"].shape[-1]
+    return left.meta["val"].dtype is not torch.float64 and (not isinstance(terms, int) or terms > _LONG_SUM)
+
+
+def _is_sum(region: TileRegion, node: fx.Node) -> bool:
+    return node not in region.where and node not in region.whole and is_tensor(node)
+
+
+def _read(nodes: Iterable[fx.Node], of: Iterable[fx.Node]) -> set[fx.Node]:
+    return {source for node in nodes for source in node.all_input_nodes} & set(of)
+
+
+def _descendants(joint: JointGraph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Everything that depends on some nodes."""
+    origins = set(nodes)
+    descendants: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if node.op != "output" and any(source in origins or source in descendants for source in node.all_input_nodes):
+            descendants.add(node)
+    return descendants | {node for node in origins if node.op == "placeholder"}
+
+
+def _may_be_widest(node: fx.Node) -> bool:
+    return is_tensor(node) and not is_view(node) and node.op == "call_function" and _is_large(node)
+
+
+def _is_large(node: fx.Node) -> bool:
+    """Whether a value is worth a loop."""
+    value = node.meta["val"]
+    return (
+        value.is_floating_point()
+        and value.layout is torch.strided
+        and all(isinstance(size, int) for size in value.shape)
+        and value.numel() * value.dtype.itemsize >= _LEAST_BYTES
+    )
+
+
+def _candidates(node: fx.Node) -> Iterator[Rows]:
+    """Where the rows of a value may be."""
+    shape = node.meta["val"].shape
+    for count in range(1, _MOST_DIMS + 1):
+        for first in range(len(shape) - count + 1):
+            if math.prod(shape[first : first + count]) > 1:
+                yield tuple(range(first, first + count))

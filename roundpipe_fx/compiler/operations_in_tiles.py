@@ -1,0 +1,118 @@
+"""From a graph that is not cut to the operations that plans are searched for, whole or with regions in tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import fx
+
+from roundpipe_fx.analysis.cost import tensor_bytes
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.analysis.read_operations import read_operations
+from roundpipe_fx.analysis.simulator import allocation_granularity
+from roundpipe_fx.analysis.step_of_calls import StepNeeds
+from roundpipe_fx.analysis.tiling import TileRegion
+from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, saved_values, tensor_values
+from roundpipe_fx.ir.recompute_marks import budget_of_region
+from roundpipe_fx.ir.segment import backward_stages
+from roundpipe_fx.passes.cse import common_subexpressions
+from roundpipe_fx.passes.entry import PassLevel
+from roundpipe_fx.remat.least_bytes import LeastBytes, least_bytes
+
+__all__ = [
+    "cut",
+    "least_bytes_of",
+    "operations_of",
+    "summed",
+    "tiled",
+    "uncut",
+    "with_gradients",
+    "without_common_subexpressions",
+]
+
+_WORTH_SHARING = 0.001
+"""Share of what the backward reads that equal values must hold."""
+
+
+def cut(joint: JointGraph, setting: Setting) -> JointGraph:
+    """Cut a graph into segments and stages."""
+    for level in (PassLevel.ANNOTATED, PassLevel.SEGMENTED):
+        joint = setting.run(joint, level)
+    return joint
+
+
+def uncut(joint: JointGraph) -> JointGraph:
+    """A copy of a graph that is not cut.
+
+    Args:
+        joint: an annotated graph; not changed.
+    """
+    copy = joint.copy()
+    for node in copy.computed():
+        node.meta.pop(Mark.SEGMENT, None)
+        node.meta.pop(Mark.STAGE, None)
+    return copy
+
+
+def summed(joint: JointGraph, setting: Setting) -> JointGraph:
+    """A copy of a graph, not cut, in which means are sums that are divided."""
+    return setting.run(uncut(joint), PassLevel.SUMMED)
+
+
+def tiled(joint: JointGraph, tiles: Sequence[tuple[TileRegion, int]], setting: Setting) -> JointGraph:
+    """A copy of a graph in which regions are loops."""
+    return setting.knowing(tiles=tiles).run(joint.copy(), PassLevel.TILED)
+
+
+def operations_of(joint: JointGraph, setting: Setting, sums: bool = False) -> OperationGraph:
+    """The operations of a graph for the planner.
+
+    Args:
+        joint: a graph with stages; not changed.
+        setting: what else there is to know.
+        sums: whether gradients of parameters are added to sums that exist already.
+    """
+    granularity, in_place = allocation_granularity(setting.device), setting.compiler == "eager"
+    operations = read_operations(joint, len(joint.segments), granularity, in_place, sums)
+    return dataclasses.replace(operations, stages=backward_stages(joint.cuts))
+
+
+def least_bytes_of(joint: JointGraph, setting: Setting) -> LeastBytes:
+    """Bytes that a step needs under every plan.
+
+    Args:
+        joint: a training graph that is not cut; not changed.
+        setting: what else there is to know.
+    """
+    staged = setting.run(cut(joint.copy(), setting), PassLevel.STAGED)
+    return least_bytes(operations_of(staged, setting))
+
+
+def with_gradients(step: StepNeeds | None, joint: JointGraph) -> StepNeeds | None:
+    """What a step needs, with the gradients of the graph that is planned: no plan changes them."""
+    if step is None:
+        return None
+    gradients: Counter[int] = Counter()
+    for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True):
+        if isinstance(node, fx.Node) and owner is not None:
+            gradients[owner] += tensor_bytes(tensor_values(node))
+    return dataclasses.replace(step, gradients=dict(gradients))
+
+
+def without_common_subexpressions(joint: JointGraph, setting: Setting) -> JointGraph | None:
+    """A copy that the passes for plans that save everything have run on.
+
+    ``None`` if hardly any values are equal, or parts of the model have budgets of their own or are not kept.
+    """
+    forward = joint.in_phase(Phase.FORWARD)
+    if any(budget_of_region(node) is not None or Mark.MUST_RECOMPUTE in node.meta for node in forward):
+        return None
+    saved = sum(tensor_bytes(tensor_values(node)) for node in saved_values(joint) if node.op != "placeholder")
+    freed = sum(tensor_bytes(tensor_values(node)) for node in common_subexpressions(joint))
+    # A few numbers that layers count with are not worth reading the graph once more.
+    if freed <= _WORTH_SHARING * saved:
+        return None
+    return setting.knowing(everything_saved=True).run(joint.copy(), PassLevel.STAGED)

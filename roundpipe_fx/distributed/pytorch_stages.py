@@ -1,0 +1,303 @@
+"""Export to torch.distributed.pipelining: this rank's stages as PipelineStage objects of PyTorch's own runtime.
+
+::
+
+    trace ──▶ graph with stages ──▶ forward of each stage ──▶ nn.Module with its tensors ──▶ PipelineStage
+
+The modules are differentiated by autograd, and know nothing of schedules: cut points are the plan's, everything else
+(microbatches, the order of actions, the loss) is PyTorch's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.distributed.pipelining import PipelineStage
+
+from roundpipe_fx.codegen.forward_stages import ForwardStage, forward_stages
+from roundpipe_fx.distributed.agreement import together
+from roundpipe_fx.distributed.layout import ValueLayout
+from roundpipe_fx.distributed.process_pipeline import ProcessPipeline
+from roundpipe_fx.distributed.results import shared_value
+from roundpipe_fx.pipeline.capture.captured_calls import TracedStep
+from roundpipe_fx.runtime.pipeline_program import Instruction
+from roundpipe_fx.schedules import ActionKind
+from roundpipe_fx.torch_private import key_get, keystr, tree_flatten_with_path
+
+__all__ = ["pytorch_stages"]
+
+
+class _Of(NamedTuple):
+    """Where a stage gets an input of its graph from.
+
+    Attributes:
+        tensor: the name of a parameter or buffer; empty: it is the batch's.
+        argument: the name of an argument of the model.
+        path: to a tensor in the argument.
+    """
+
+    tensor: str = ""
+    argument: str = ""
+    path: tuple[Any, ...] = ()
+
+
+class _Tensors(nn.Module):
+    """Holds parameters, buffers and others of its kind, under the names that they have in the model."""
+
+
+class _Stage(_Tensors):
+    """The forward of one stage.
+
+    Args:
+        stage: it.
+        number: its index.
+        sources: of the graph's inputs after what it receives.
+        signature: of the model's forward.
+        last: whether it returns the model's results.
+        training: the model's mode in which it was traced.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage: ForwardStage,
+        number: int,
+        sources: Sequence[_Of],
+        signature: inspect.Signature,
+        last: bool,
+        training: bool,
+    ) -> None:
+        super().__init__()
+        self.train(training)
+        updated = [sources[stage.primals.index(node)].tensor for node in stage.updated]
+        self.__dict__["_of_stage"] = (stage.module, len(stage.sent), tuple(sources), tuple(updated))
+        self.__dict__["_how"] = (number, signature, last, training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Args: what it receives; of the first stage, those of the model. By keyword: arguments of the model."""
+        graph, sent, sources, updated = self.__dict__["_of_stage"]
+        number, signature, last, training = self.__dict__["_how"]
+        if self.training != training:
+            raise RuntimeError(
+                f"the stages were exported in {'training' if training else 'evaluation'} mode, and stage {number} is "
+                "in the other one: set the model's mode, and call model.pytorch_stages again."
+            )
+        labels = {"labels": kwargs.pop("labels")} if "labels" in kwargs.keys() - signature.parameters.keys() else {}
+        bound = signature.bind_partial(*(args if number == 0 else ()), **kwargs).arguments | labels
+        inputs = [*(args if number else ())]
+        for source in sources:
+            if source.tensor:
+                value = _named(self, source.tensor)
+                inputs.append(value.clone() if source.tensor in updated else value)
+            elif source.argument in bound:
+                inputs.append(key_get(bound[source.argument], source.path))
+            else:
+                raise TypeError(
+                    f"stage {number} reads the model's argument {source.argument!r}: give it by keyword on every rank, "
+                    f"schedule.step(…, {source.argument}=…)."
+                )
+        results = graph(*inputs)
+        with torch.no_grad():
+            for name, value in zip(updated, results[sent:], strict=True):
+                _named(self, name).copy_(value)
+        # PyTorch concatenates what microbatches return, which single numbers do not allow.
+        outputs = tuple(value.contiguous() if not last else torch.atleast_1d(value) for value in results[:sent])
+        return outputs[0] if len(outputs) == 1 else outputs
+
+
+def _named(module: nn.Module, name: str) -> torch.Tensor:
+    member: Any = module
+    for part in name.split("."):
+        member = getattr(member, part)
+    value: torch.Tensor = member
+    return value
+
+
+def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[PipelineStage]:
+    """This rank's stages. Every rank must call it.
+
+    Args:
+        processes: this rank's part in the pipeline.
+        traced: a step.
+
+    Raises:
+        ValueError: PyTorch's runtime cannot run these stages; the message says why.
+        RemoteError: another rank has failed, and this one has not.
+    """
+    group, ownership = processes.group, processes.ownership
+    with together(group.everyone, "export its stages"):
+        if ownership.shards.mesh is not None:
+            raise ValueError(
+                "with shard='dp' parameters are gathered by this runtime: compile without shard, and call fully_shard "
+                "on the submod of each exported stage."
+            )
+        missing = ownership.missing()
+        if missing:
+            raise RuntimeError(
+                f"{missing[0]!r} (of {len(missing)} tensors of this rank) has no values yet: call model.load(folder) "
+                "or model.init_weights(fn) first."
+            )
+        joint = traced.captured.graphs[0].pipeline.staged
+        if any(graph is not traced.captured.graphs[0] for graph in traced.captured.graphs):
+            raise ValueError(
+                "PyTorch's pipeline needs microbatches of one shape: give a batch that is divisible by "
+                "num_microbatches."
+            )
+        stages = forward_stages(joint)
+        ranks = _ranks_of(traced.instructions, len(stages))
+        places = {node: place for place, node in enumerate(joint.primals)}
+        primals = traced.captured.primals[0]
+        tensors = {id(value): value for _, value in ownership.named()}
+        sources = _sources(
+            traced, [primals[places[node]] for exported in stages for node in exported.primals], processes
+        )
+        read = [{id(primals[places[node]]) for node in exported.primals} & tensors.keys() for exported in stages]
+        wanted = _read_elsewhere(ownership.owners or {}, tensors, read, ranks)
+        metas = _metas(stages, [[primals[places[node]] for node in exported.primals] for exported in stages])
+    owners = ownership.owners or {}
+    for key in wanted:
+        value = shared_value(group, tensors[key].detach(), ValueLayout.of(tensors[key]), min(owners[key]))
+        if group.rank not in owners[key]:
+            tensors[key] = nn.Parameter(value, False) if isinstance(tensors[key], nn.Parameter) else value
+    read[0] |= {key for key in tensors if ownership.owns(tensors[key])} - set().union(*read) if ranks[0] == 0 else set()
+    made = []
+    for number, stage in enumerate(stages):
+        if ranks[number] != group.rank:
+            continue
+        tensors_of_stage = [sources[id(primals[places[node]])] for node in stage.primals]
+        signature = inspect.signature(ownership.model.forward)
+        module = _Stage(
+            stage=stage,
+            number=number,
+            sources=tensors_of_stage,
+            signature=signature,
+            last=number == len(stages) - 1,
+            training=ownership.model.training,
+        )
+        _hold(module, ownership.model, {key: tensors[key] for key in read[number]}, ownership)
+        arguments: Any = metas[number - 1] if number else _given(traced.args)
+        made.append(
+            PipelineStage(
+                module,
+                number,
+                len(stages),
+                group.device,
+                input_args=arguments,
+                output_args=metas[number],
+                group=group.of_mesh(),
+            )
+        )
+    return made
+
+
+def _given(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """What the first stage is given by position."""
+    if not all(isinstance(value, torch.Tensor) for value in args):
+        raise ValueError("PyTorch's pipeline takes tensors by position: give other arguments by keyword.")
+    return tuple(_meta(value.shape, value.dtype, value.requires_grad) for value in args)
+
+
+def _meta(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta").requires_grad_(requires_grad)
+
+
+def _ranks_of(instructions: Sequence[Sequence[Instruction]], count: int) -> list[int]:
+    """The rank of each stage."""
+    rank_of_stage = {
+        instruction.action.stage: rank
+        for rank, of_rank in enumerate(instructions)
+        for instruction in of_rank
+        if instruction.action.kind is ActionKind.FORWARD
+    }
+    ranks = [rank_of_stage.get(stage, -1) for stage in range(count)]
+    if ranks != [stage % len(instructions) for stage in range(count)]:
+        raise ValueError(
+            f"PyTorch's schedules expect stage i on rank i % {len(instructions)}, and these are on ranks {ranks}: "
+            "compile with schedule='gpipe', '1f1b' or 'interleaved'."
+        )
+    return ranks
+
+
+def _sources(traced: TracedStep, read: Sequence[Any], processes: ProcessPipeline) -> dict[int, _Of]:
+    """Where each input of stages comes from, by its identity."""
+    sources: dict[int, _Of] = {}
+    for name, value in processes.ownership.named():
+        sources.setdefault(id(value), _Of(tensor=name))
+    signature = inspect.signature(processes.ownership.model.forward)
+    arguments = dict(signature.bind_partial(*traced.args, **traced.kwargs).arguments)
+    if traced.labels is not None:
+        arguments["labels"] = traced.labels
+    wanted, twice = {id(value) for value in read}, set()
+    for name, argument in arguments.items():
+        for path, value in tree_flatten_with_path(argument)[0]:
+            if isinstance(value, torch.Tensor):
+                twice |= {id(value)} & wanted & sources.keys()
+                sources.setdefault(id(value), _Of(argument=name, path=tuple(path)))
+    for value in read:
+        source = sources.get(id(value))
+        if not isinstance(value, torch.Tensor) or source is None or id(value) in twice:
+            what = "sizes or numbers of the batch" if not isinstance(value, torch.Tensor) else "a tensor"
+            where = f" ({source.argument}{keystr(source.path)})" if source is not None else ""
+            raise ValueError(
+                f"stages read {what}{where} that cannot be told from the arguments of the model: pass each tensor as "
+                "one argument, once, and compile with dynamic=False."
+            )
+    return sources
+
+
+def _read_elsewhere(
+    owners: Mapping[int, frozenset[int]],
+    tensors: Mapping[int, torch.Tensor],
+    read: Sequence[set[int]],
+    ranks: Sequence[int],
+) -> list[int]:
+    """Tensors that a rank reads and does not own, since it computes again what another rank does."""
+    return [
+        key
+        for key in tensors
+        if any(key in names and rank not in owners[key] for names, rank in zip(read, ranks, strict=True))
+    ]
+
+
+def _metas(stages: Sequence[ForwardStage], primals: Sequence[Sequence[torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
+    """What each stage returns, without memory: found by running its graph on fake tensors."""
+    received: list[torch.Tensor] = []
+    metas = []
+    for stage, of_stage in zip(stages, primals, strict=True):
+        values = [*(node.meta["val"] for node in (*stage.received, *stage.primals))]
+        flags = [value.requires_grad for value in (*received, *of_stage)]
+        mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))  # type: ignore[attr-defined]
+        with mode, torch.enable_grad():
+            fakes = [
+                torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                for value in values
+            ]
+            results = fx.Interpreter(stage.module).run(
+                *(fake.requires_grad_(flag) for fake, flag in zip(fakes, flags, strict=True))
+            )[: len(stage.sent)]
+        received = [_meta(value.shape, value.dtype, value.requires_grad) for value in results]
+        metas.append(tuple(received))
+    return metas
+
+
+def _hold(module: nn.Module, model: nn.Module, tensors: Mapping[int, torch.Tensor], ownership: Any) -> None:
+    """Register tensors under the names that they have in the model."""
+    saved = model.state_dict(keep_vars=True).keys()
+    for name, value in ownership.named():
+        if id(value) not in tensors:
+            continue
+        parent, target = module, tensors[id(value)]
+        *path, last = name.split(".")
+        for part in path:
+            if not hasattr(parent, part):
+                parent.add_module(part, _Tensors())
+            parent = parent.get_submodule(part)
+        if isinstance(target, nn.Parameter):
+            parent.register_parameter(last, target)
+        else:
+            parent.register_buffer(last, target, persistent=name in saved)
+    module.train(module.training)

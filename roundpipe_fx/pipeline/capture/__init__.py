@@ -1,0 +1,1 @@
+"""Capture: each microbatch of a step as a graph and its arguments."""

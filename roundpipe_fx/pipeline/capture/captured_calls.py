@@ -1,0 +1,169 @@
+"""The microbatches of a step, captured from calls of the compiled model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph, primals_read
+from roundpipe_fx.pipeline.settings import StepCompileState, StepSetting
+from roundpipe_fx.runtime.bridge import capture_call
+from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, Source
+from roundpipe_fx.schedules import ActionKind
+
+__all__ = ["CapturedCalls", "TracedStep", "UnlikeStagesError", "capture_calls", "check_unchanged"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedCalls:
+    """Microbatches, ready to run.
+
+    Attributes:
+        calls: call the compiled model.
+        graphs: what it was compiled to.
+        programs: what each microbatch runs.
+        primals: the inputs of the compiled graph.
+    """
+
+    calls: Sequence[Callable[[], Any]]
+    graphs: list[PipelinedGraph]
+    programs: list[PipelineProgram]
+    primals: list[list[Any]]
+
+
+class UnlikeStagesError(ValueError):
+    """Microbatches of one step were cut into different stages."""
+
+
+def capture_calls(
+    calls: Sequence[Callable[[], Any]], compile_state: StepCompileState, setting: StepSetting
+) -> CapturedCalls:
+    """Capture each microbatch; those of other shapes are cut like the first.
+
+    Args:
+        calls: call the compiled model, one per microbatch.
+        compile_state: shared with the compilations of the step.
+        setting: what they are to know of the step.
+
+    Raises:
+        UnlikeStagesError: they were cut into different stages all the same, as those of which an earlier step compiled
+            one by itself.
+    """
+    graphs: list[PipelinedGraph] = []
+    primals = []
+    gradients = torch.is_grad_enabled()
+    structure = setting.structure or compile_state.kept.get(gradients)
+    for call in calls:
+        compile_state.step = dataclasses.replace(setting, structure=structure)
+        graph, arguments = capture_call(call)
+        graphs.append(graph)
+        primals.append(arguments)
+        structure = graphs[0].pipeline.structure
+        if graph is not graphs[0] and not _are_cut_alike(graphs[0], graph):
+            compile_state.kept[gradients] = structure
+            raise UnlikeStagesError(
+                "microbatches of different shapes were cut into different stages, so no schedule fits both: use a "
+                "batch size that is divisible by num_microbatches."
+            )
+    programs = [graph.main for graph in graphs[:-1]] + [graphs[-1].last]
+    return CapturedCalls(calls=calls, graphs=graphs, programs=programs, primals=primals)
+
+
+def check_unchanged(captured: CapturedCalls, index: int, graph: PipelinedGraph, arguments: Sequence[Any]) -> None:
+    """All microbatches are captured before the first one runs: none may change Python state that a later one reads.
+
+    Args:
+        captured: the microbatches.
+        index: of one of them.
+        graph: what it is compiled to now that the results of those before it were returned.
+        arguments: its arguments now.
+
+    Raises:
+        RuntimeError: it would compute something else.
+    """
+    before, arguments_now = captured.graphs[index], captured.primals[index]
+    # Several graphs for different sizes may fit a microbatch, and Dynamo may use any of them.
+    known = any(graph is other for other in captured.graphs)
+    same = known or any(_work(graph) == _work(other) for other in captured.graphs)
+    inputs = ((graph.numbers, before.numbers, _same_number), (graph.tensors, before.tensors, _same_tensor))
+    for places, others, alike in inputs:
+        if len(places) == len(others):  # a graph for a single size has no inputs for sizes
+            same = same and all(map(alike, [arguments[p] for p in places], [arguments_now[p] for p in others]))
+    if not same:
+        raise RuntimeError(
+            f"microbatch {index} does not compute what it did when the step began: the model keeps something in Python "
+            "(an attribute, a global) that the microbatches before it have changed. A pipeline calls the model for all "
+            "microbatches before any of them runs, so what one hands on to the next must be a buffer, and be updated "
+            "in place."
+        )
+
+
+def _same_tensor(now: torch.Tensor, then: torch.Tensor) -> bool:
+    """Whether two tensors are the same: one that is updated in place stays the same, a newly assigned one does not."""
+    return now is then or now.is_set_to(then)
+
+
+def _same_number(now: Any, then: Any) -> bool:
+    """Whether two numbers are the same, tensors or not."""
+    now, then = (value.item() if isinstance(value, torch.Tensor) else value for value in (now, then))
+    return bool(now == then or (now != now and then != then))
+
+
+def _work(graph: PipelinedGraph) -> list[Any]:
+    """A key that is equal for graphs that compute the same; one may have more inputs, which it does not read."""
+    primals = {place: index for index, place in enumerate(primals_read((graph.main, graph.last)))}
+    works = []
+    for variant, program in ((graph.pipeline.main, graph.main), (graph.pipeline.last, graph.last)):
+        gradients = [place for place, gradient in enumerate(program.gradients) if gradient.source is not None]
+        numbers = {"primal": primals, "sum": {place: index for index, place in enumerate(gradients)}}
+        sources = {step: [_numbered(source, numbers) for source in code.inputs] for step, code in program.steps.items()}
+        works.append(
+            (
+                {step: module.fingerprint for step, module in variant.steps.modules.items()},
+                {step: (sources[step], code.outputs) for step, code in program.steps.items()},
+                [_numbered(source, numbers) for source in program.outputs],
+                [
+                    (primals[gradient.primal], gradient.source)
+                    for gradient in map(program.gradients.__getitem__, gradients)
+                ],
+                {place: primals[place_of_input] for place, place_of_input in program.mutations.items()},
+            )
+        )
+    return works
+
+
+def _numbered(source: Source | None, numbers: dict[str, dict[int, int]]) -> Source | None:
+    """A source with the number that its index has among those of its kind."""
+    if source is None or source.kind not in numbers:
+        return source
+    return Source(source.kind, numbers[source.kind][source.index])
+
+
+def _are_cut_alike(first: PipelinedGraph, other: PipelinedGraph) -> bool:
+    """Whether microbatches have the same stages: one schedule runs them all."""
+    # In a backward a stage may have nothing to do for one shape: a sum over a single row is no operation.
+    forwards, others = ({s for s in g.main.steps if s[0] is ActionKind.FORWARD} for g in (first, other))
+    return forwards == others
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A step that was traced and did not run.
+
+    Attributes:
+        captured: its microbatches.
+        instructions: of all devices.
+        args: for the model, of the first microbatch.
+        kwargs: for the model, of the first microbatch.
+        labels: for the loss function, of the first microbatch.
+    """
+
+    captured: CapturedCalls
+    instructions: Sequence[Sequence[Instruction]]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    labels: Any = None

@@ -1,0 +1,203 @@
+"""Offloaded models: the model is on the host, accelerators train it.
+
+Parameters, their gradients and the optimizer's state then need memory of an accelerator only for the current stage, as
+with RoundPipe (thustorage/RoundPipe) and with DeepSpeed's ZeRO-Offload (Ren et al., 2021).
+
+A graph is traced for the device that runs it, since PyTorch and models choose their operations by the device. So while
+a microbatch is captured or its results are returned, the model's own tensors appear to be on the device: their data is
+exchanged for data of the same shape without memory. Guards, hooks and identities do not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_fx.pipeline.batches.structures import map_leaves
+from roundpipe_fx.pipeline.capture.captured_calls import CapturedCalls
+from roundpipe_fx.pipeline.step.local import Local
+from roundpipe_fx.runtime.host_buffers import allocating_on_host
+from roundpipe_fx.runtime.pinned_memory import pinned_copy
+from roundpipe_fx.runtime.pipeline_run import Finished
+from roundpipe_fx.torch_private import inner_tensors
+
+__all__ = ["Offloaded", "placed", "tensors_of"]
+
+_NOT_PINNED = (
+    "No weight has changed and nothing of the step has run: close other programs and run it again, or use a host with "
+    "more memory."
+)
+
+
+def placed(mode: Local, modules: Sequence[nn.Module], beside: Iterable[torch.Tensor] = ()) -> Local:
+    """The mode of a step: offloaded, if a model is on the host while its workers are not.
+
+    Args:
+        mode: that of the step before.
+        modules: the model, and other modules with parameters and buffers.
+        beside: more tensors that move with the model.
+
+    Raises:
+        ValueError: part of the model is on the host and part of it elsewhere, or the workers are the host and the model
+            is on an accelerator.
+    """
+    known = mode if isinstance(mode, Offloaded) else None
+    here = mode if known is None else Local(mode.devices)
+    devices = mode.devices
+    if not devices:
+        return here
+    if devices[0].type == "cpu":
+        first = next(
+            (value for module in modules for value in itertools.chain(module.parameters(), module.buffers())), None
+        )
+        if first is not None and first.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"the model lies on {str(first.device)!r}, but devices={list(map(str, devices))}: move it there, as "
+                "model.to('cpu'), or name the devices that it is to run on."
+            )
+        return here
+    named = {
+        id(value): (name, value)
+        for module in modules
+        for name, value in (*module.named_parameters(), *module.named_buffers())
+    }
+    away = [name for name, value in named.values() if value.device.type != "cpu"]
+    on_host = [name for name, value in named.values() if value.device.type == "cpu"]
+    if away and not on_host:
+        return here
+    if away:
+        raise ValueError(
+            f"{on_host[0]!r} lies on the CPU and {away[0]!r} does not: move the whole model to "
+            f"{str(devices[0])!r}, or all of it to the CPU, from where stages get what they need while they run."
+        )
+    model = known or Offloaded(devices)
+    tensors = (part for _, value in named.values() for part in tensors_of(value))
+    model.tensors = {id(value): value for value in (*tensors, *beside)}
+    return model
+
+
+def tensors_of(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a parameter or a buffer consists of: itself; of a quantized one its parts.
+
+    torchao's weights are tensors around others. bitsandbytes' have scales in a ``quant_state`` beside their numbers.
+    """
+    inner = inner_tensors(value)
+    for part in inner:
+        yield from tensors_of(part)
+    if inner:
+        return
+    yield value
+    beside = [getattr(value, "quant_state", None)]
+    for state in beside:
+        for part in () if state is None else vars(state).values():
+            if isinstance(part, torch.Tensor):
+                yield part
+            elif type(part) is type(state):
+                beside.append(part)
+
+
+class Offloaded(Local):
+    """A step of an offloaded model. Arguments as for :class:`Local`.
+
+    Attributes:
+        device: where the model appears to be.
+        tensors: its parameters and buffers, and those that move with them, by identity.
+    """
+
+    offloaded = True
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__(devices)
+        self.device = devices[0]
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._without_memory: dict[int, tuple[torch.Tensor, int]] = {}
+        self._seen: dict[int, int] = {}
+
+    @property
+    def updatable(self) -> Collection[int]:
+        """All of the model's."""
+        return self.tensors.keys()
+
+    def generator_device(self, captured: CapturedCalls) -> torch.device:
+        """The device that runs the model."""
+        return self.device
+
+    def to_device(self, inputs: Any) -> Any:
+        """Inputs, with all tensors on the device."""
+        return map_leaves(lambda _, v: v.to(self.device) if isinstance(v, torch.Tensor) else v, inputs)
+
+    def to_model(self, outputs: Any) -> Any:
+        """Outputs, with all tensors on the host; it waits for them."""
+        return map_leaves(lambda _, v: v.cpu() if isinstance(v, torch.Tensor) else v, outputs)
+
+    def run(self, *args: Any) -> Finished:
+        """As in any mode, with the model's memory pinned."""
+        self.pin()
+        return super().run(*args)
+
+    def pin(self) -> None:
+        """Pin the memory of tensors that use all of it: copies from there overlap with the device's work.
+
+        Raises:
+            HostMemoryError: the host has no memory for it. What is pinned already stays so; the others have their own.
+        """
+        new = [key for key, value in self.tensors.items() if self._seen.get(key) != value.data_ptr()]
+        if not new:
+            return
+        storages = Counter(value.untyped_storage()._cdata for value in self.tensors.values())
+        for key in new:
+            value = self.tensors[key]
+            storage = value.untyped_storage()
+            is_whole = storage.nbytes() == value.numel() * value.element_size() and storages[storage._cdata] == 1
+            if is_whole and storage.nbytes():
+                with allocating_on_host(storage.nbytes(), "the model's weights in pinned memory", _NOT_PINNED):
+                    value.data = pinned_copy(value.data, self.device)
+            self._seen[key] = value.data_ptr()
+
+    @contextlib.contextmanager
+    def calling(self, updated: Collection[int]) -> Iterator[None]:
+        """Context manager in which the model's tensors appear to be on the device.
+
+        Args:
+            updated: those that will be written to, by identity; they keep what is written.
+        """
+        moved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
+        try:
+            for key, value in self.tensors.items():
+                stand_in, size = self._stand_in(key, value)
+                if key in updated:
+                    stand_in.untyped_storage().resize_(size)
+                    stand_in.copy_(value.data)
+                gradient = value.grad if value.is_leaf else None
+                moved.append((value, value.data, gradient, stand_in))
+                if gradient is not None:
+                    value.grad = None  # it is on the host
+                value.data = stand_in
+            yield
+        finally:
+            for value, data, gradient, stand_in in moved:
+                value.data = data
+                if id(value) in updated:
+                    data.copy_(stand_in)
+                    stand_in.untyped_storage().resize_(0)
+                if gradient is not None:
+                    value.grad = gradient
+
+    def _stand_in(self, key: int, value: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """A tensor like another, on the device and without memory, and the bytes that it would have."""
+        cached = self._without_memory.get(key)
+        if cached is None or not _alike(cached[0], value):
+            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device)
+            cached = self._without_memory[key] = made, made.untyped_storage().nbytes()
+            made.untyped_storage().resize_(0)
+        return cached
+
+
+def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return (first.shape, first.stride(), first.dtype) == (second.shape, second.stride(), second.dtype)

@@ -1,0 +1,213 @@
+"""A pipelined step as one function of autograd: all forwards when called, all backwards when differentiated.
+
+What autograd sees is a single node, from the parameters and inputs to every microbatch's outputs. When autograd reaches
+it, all incoming gradients are known, and the backwards of all microbatches run as scheduled.
+
+A pipeline's plan knows the microbatches of one call. If a step makes several calls before a backward, each device holds
+the saved values of all of them, which no plan has counted. The user is warned once.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from roundpipe_fx.budget import bytes_text
+from roundpipe_fx.pipeline.batches.microbatch import SplitTensor
+from roundpipe_fx.pipeline.capture.captured_calls import CapturedCalls
+from roundpipe_fx.pipeline.step.gradients import gather, receivers_of
+from roundpipe_fx.remat.learned_steps import StepBudgetWarning
+from roundpipe_fx.runtime.incoming_gradients import Like, incoming_gradient
+from roundpipe_fx.runtime.pipeline_run import Finished
+
+__all__ = ["CallsAlive", "through_autograd"]
+
+
+class CallsAlive:
+    """The calls of one pipeline whose backward may still come."""
+
+    def __init__(self) -> None:
+        self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._warned = False
+
+    def add(self, call: Any, budget: int | None) -> None:
+        """Record a call.
+
+        Args:
+            call: alive until its backward has begun (``call.values`` is ``None``) or nothing refers to it.
+            budget: bytes that each device may take for one; ``None``: there is no limit.
+        """
+        self._calls.add(call)
+        alive = sum(1 for alive_call in self._calls if alive_call.values is not None)
+        if alive > 1 and budget is not None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"roundpipe_fx: {alive} calls of a pipelined model were alive at once, before a backward. The "
+                f"memory_budget of {budget} bytes ({bytes_text(budget)}) a device was planned for one call with all "
+                "its microbatches, and does not hold for several together. Make them one batch, go backward after "
+                "each, or give a smaller budget.",
+                StepBudgetWarning,
+                stacklevel=2,
+            )
+
+
+RunActions = Callable[[Sequence[Sequence[Any]], list[dict[int, Any]] | None], Finished]
+"""Runs all forwards, or all backwards with what the forwards have saved; takes each microbatch's incoming gradients."""
+
+
+def through_autograd(
+    captured: CapturedCalls,
+    splits: Sequence[SplitTensor],
+    run: RunActions,
+    alive: CallsAlive,
+    instead: Mapping[int, torch.Tensor] | None = None,
+) -> tuple[list[list[Any]], list[dict[int, torch.Tensor]]]:
+    """Each microbatch's results, and by number those that are differentiated, with the backwards behind them.
+
+    Args:
+        captured: the microbatches.
+        splits: tensors that were split into their inputs.
+        run: runs them.
+        alive: records the call.
+        instead: see :func:`receivers_of`.
+    """
+    step = _StepFunction(captured, splits, run, instead or {})
+    receivers = receivers_of(captured.primals, splits, instead)
+    flat = _PipelinedStep.apply(step, [*receivers], *(receiver.tensor for receiver in receivers.values()))
+    alive.add(step, captured.graphs[0].pipeline.budget)
+    places = [program.tangents for program in captured.programs]
+    of_parts = _chunks(flat, [len(places_of) for places_of in places])
+    outputs, step.outputs = step.outputs, []  # a result that the caller drops is not held until the backward
+    return outputs, [
+        dict(zip(places_of, values, strict=True)) for places_of, values in zip(places, of_parts, strict=True)
+    ]
+
+
+class _StepFunction:
+    """A step between its forward and its backward."""
+
+    def __init__(
+        self,
+        captured: CapturedCalls,
+        splits: Sequence[SplitTensor],
+        run: RunActions,
+        instead: Mapping[int, torch.Tensor],
+    ) -> None:
+        self.instead = instead
+        self.captured = captured
+        self.splits = splits
+        self.run = run
+        self.values: list[dict[int, Any]] | None = None
+        self.versions: list[tuple[torch.Tensor, int]] = []
+        self.likes: list[list[Like]] = []
+        self.outputs: list[list[Any]] = []
+
+    def forward(self) -> None:
+        finished = self.run([[] for _ in self.captured.programs], None)
+        self.outputs = finished.outputs
+        self.values = finished.values
+        self.likes = [
+            [Like.of(of_batch[place], fake) for place, fake in zip(program.tangents, graph.tangents, strict=True)]
+            for program, graph, of_batch in zip(
+                self.captured.programs, self.captured.graphs, finished.outputs, strict=True
+            )
+        ]
+        mutated = {
+            id(primals[place])
+            for program, primals in zip(self.captured.programs, self.captured.primals, strict=True)
+            for place in program.mutations.values()
+        }
+        read = [
+            self.instead.get(id(value), value)
+            for primals in self.captured.primals
+            for value in primals
+            if id(value) not in mutated
+        ]
+        read += [value for values in self.values for value in values.values()]
+        self.versions = [(value, value._version) for value in read if isinstance(value, torch.Tensor)]
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        if self.values is None:
+            raise RuntimeError(
+                "the backward of this pipelined step has run already, and what it needs is freed: call the model again."
+            )
+        while self.versions:  # do not hold what was checked
+            value, version = self.versions.pop()
+            if value._version != version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(value.shape)} that the backward of this pipelined step needs was "
+                    "changed in place after the forward."
+                )
+            del value
+        values, self.values = self.values, None
+        tangents = [
+            [incoming_gradient(*of_one) for of_one in zip(of_batch, likes, graph.strided, strict=True)]
+            for of_batch, likes, graph in zip(
+                _chunks(gradients, [len(program.tangents) for program in self.captured.programs]),
+                self.likes,
+                self.captured.graphs,
+                strict=True,
+            )
+        ]
+        gradients_found = self.run(tangents, values).gradients
+        gather(gradients_found, self.splits)
+        return gradients_found
+
+
+class _PipelinedStep(torch.autograd.Function):
+    """All microbatches of a step as one function: of the parameters and inputs, to every microbatch's outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, step: _StepFunction, keys: list[int], *_tensors: torch.Tensor) -> tuple[Any, ...]:
+        ctx.step = step
+        ctx.keys = keys
+        ctx.set_materialize_grads(False)
+        step.forward()
+        return tuple(
+            of_batch[place].detach()
+            for program, of_batch in zip(step.captured.programs, step.outputs, strict=True)
+            for place in program.tangents
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            received = ctx.step.backward(gradients)
+        results = [received.get(key) for key in ctx.keys]
+        if torch.is_grad_enabled():  # create_graph=True
+            differentiable = [value for value in gradients if value is not None and value.requires_grad]
+            receivers = receivers_of(ctx.step.captured.primals, ctx.step.splits, ctx.step.instead)
+            read = [receiver.tensor for receiver in receivers.values()]
+            results = list(_OnceDifferentiable.apply(len(results), *results, *differentiable, *read))
+        return (None, None, *results)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Gradients that depend on the inputs of a step, but cannot be differentiated themselves.
+
+    ``torch.autograd.function.once_differentiable`` considers only incoming gradients: the gradient of a sum, which is
+    ones, would have no graph at all, and second derivatives would silently lose terms.
+    """
+
+    @staticmethod
+    def forward(_ctx: Any, count: int, *values: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if value is None else value.detach() for value in values[:count])
+
+    @staticmethod
+    def backward(_ctx: Any, *_: Any) -> None:
+        raise RuntimeError(
+            "a pipelined step cannot be differentiated twice (create_graph=True): its gradients are computed by "
+            "compiled stages, which have no gradients themselves. For gradient penalties and Hessian-vector products "
+            "call the model itself, uncompiled."
+        )
+
+
+def _chunks(values: Sequence[Any], counts: Sequence[int]) -> Iterator[Sequence[Any]]:
+    start = 0
+    for count in counts:
+        yield values[start : start + count]
+        start += count

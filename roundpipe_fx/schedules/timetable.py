@@ -1,0 +1,255 @@
+"""Schedules: the order in which each device runs its actions, as data; and runs of actions, of which they are made."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roundpipe_fx.schedules.action import Action, ActionKind
+from roundpipe_fx.schedules.pytorch_csv import actions_of_cells, cells_of_actions
+from roundpipe_fx.schedules.stage_graph import StageGraph
+
+__all__ = ["Schedule", "block_of", "pairs", "run_of"]
+
+
+KINDS = (
+    ActionKind.FORWARD,
+    ActionKind.RECOMPUTE,
+    ActionKind.BACKWARD,
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD_WEIGHT,
+)
+NUMBER = {kind: index for index, kind in enumerate(KINDS)}
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """An ordered list of actions for each device.
+
+    ``print(schedule)`` shows one line per device, which :meth:`parse` reads back. Transfers are not part of it: they
+    are derived from the stage graph (:func:`roundpipe_fx.schedules.with_transfers`).
+
+    Attributes:
+        name: name of the schedule.
+        orders: for each device an array of shape (actions, 3): number of the kind, stage, microbatch. Compact, since a
+            schedule of a thousand devices and ten thousand microbatches has twenty million actions.
+        forwards_before_backwards: whether all forwards of all devices finish before any backward begins.
+    """
+
+    name: str
+    orders: tuple[np.ndarray, ...]
+    forwards_before_backwards: bool = False
+
+    @classmethod
+    def of(cls, name: str, devices: Iterable[Sequence[Action]]) -> Schedule:
+        """Make a schedule from lists of actions.
+
+        Args:
+            name: name of the schedule.
+            devices: the actions of each device, in order.
+
+        Returns:
+            the schedule.
+
+        Raises:
+            ValueError: one of the actions is a transfer.
+        """
+        orders = []
+        for actions in devices:
+            for action in actions:
+                if action.kind not in NUMBER:
+                    raise ValueError(f"{action} is a transfer: leave transfers out, they are derived from the stages.")
+            rows = [(NUMBER[action.kind], action.stage, action.microbatch) for action in actions]
+            orders.append(np.array(rows, dtype=np.int32).reshape(-1, 3))
+        return cls(name, tuple(orders))
+
+    @classmethod
+    def parse(cls, text: str, name: str = "given") -> Schedule:
+        """Parse a schedule.
+
+        Args:
+            text: one line per device, ``device: action action …``; the device's number is optional.
+            name: name of the schedule.
+
+        Returns:
+            the schedule.
+
+        Raises:
+            ValueError: the text contains something that is not an action.
+        """
+        lines = [line.split(":", 1)[-1] if line.split(":", 1)[0].strip().isdigit() else line for line in _lines(text)]
+        return cls.of(name, [[Action.parse(word) for word in line.split()] for line in lines])
+
+    @classmethod
+    def from_csv(cls, path: str | os.PathLike[str], name: str = "given") -> Schedule:
+        """Read a file of ``torch.distributed.pipelining``: a row for each rank, a cell for each action.
+
+        Transfers and gathers in it are left out, since they are derived from the stages. A full backward of a stage
+        whose other backwards are split is split too.
+
+        Args:
+            path: the file, as PyTorch's schedules write it, with communication or without.
+            name: name of the schedule.
+
+        Returns:
+            the schedule.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: a cell is not an action.
+        """
+        with open(path, newline="") as file:
+            return cls.of(name, actions_of_cells(csv.reader(file)))
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write a file that a schedule of ``torch.distributed.pipelining`` reads (``format="compute_only"``).
+
+        Recomputations are left out: there they are part of the backwards.
+
+        Args:
+            path: the file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with open(path, "w", newline="") as file:
+            csv.writer(file).writerows(cells_of_actions(map(self.actions, range(self.devices))))
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return len(self.orders)
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches."""
+        return max((int(order[:, 2].max()) + 1 for order in self.orders if len(order)), default=0)
+
+    @property
+    def size(self) -> int:
+        """Number of actions."""
+        return sum(len(order) for order in self.orders)
+
+    def actions(self, device: int) -> list[Action]:
+        """The actions of one device, in order.
+
+        Args:
+            device: number of the device.
+
+        Returns:
+            the actions.
+        """
+        return [Action(KINDS[kind], stage, microbatch) for kind, stage, microbatch in self.orders[device].tolist()]
+
+    def only(self, *kinds: ActionKind) -> Schedule:
+        """A copy with the actions of some kinds only.
+
+        Args:
+            *kinds: kinds of actions to keep.
+
+        Returns:
+            the copy.
+        """
+        numbers = [NUMBER[kind] for kind in kinds]
+        return self._where(lambda order: np.isin(order[:, 0], numbers))
+
+    def halves(self) -> Schedule:
+        """A copy with all forwards before all backwards.
+
+        Returns:
+            the copy.
+        """
+        forward, backward = self.only(ActionKind.FORWARD), self.only(*KINDS[1:])
+        orders = tuple(np.concatenate(pair) for pair in zip(forward.orders, backward.orders, strict=True))
+        return Schedule(self.name, orders, True)
+
+    def restricted(self, graph: StageGraph) -> Schedule:
+        """A copy without the actions that are not in a stage graph.
+
+        Args:
+            graph: the stage graph.
+
+        Returns:
+            the copy.
+        """
+        known = [_code(kind, stage) for kind, stage in graph.steps]
+        return self._where(lambda order: np.isin(_codes(order), known))
+
+    def without_missing_halves(self, graph: StageGraph) -> Schedule:
+        """A copy without halves of backwards that their stages do not have.
+
+        A stage whose inputs need no gradients, or that has no parameters, has only the other half. Whoever writes a
+        schedule for a number of stages cannot know that.
+
+        Args:
+            graph: the stage graph.
+
+        Returns:
+            the copy.
+        """
+        parts = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+        missing = [
+            _code(kind, stage)
+            for kind, other in (parts, parts[::-1])
+            for kind_of_step, stage in graph.steps
+            if kind_of_step is other and not graph.has(kind, stage)
+        ]
+        return self._where(lambda order: ~np.isin(_codes(order), missing))
+
+    def _where(self, keep: Callable[[np.ndarray], np.ndarray]) -> Schedule:
+        """A copy with the actions of each device that are to be kept."""
+        return dataclasses.replace(self, orders=tuple(order[keep(order)] for order in self.orders))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Schedule)
+            and self.devices == other.devices
+            and all(np.array_equal(mine, theirs) for mine, theirs in zip(self.orders, other.orders, strict=True))
+        )
+
+    def __hash__(self) -> int:
+        return hash(tuple(order.tobytes() for order in self.orders))
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{device}: {' '.join(str(action) for action in self.actions(device))}" for device in range(self.devices)
+        )
+
+
+def _code(kind: ActionKind, stage: int) -> int:
+    """A number for an action without its microbatch."""
+    return NUMBER[kind] << 20 | stage
+
+
+def _codes(order: np.ndarray) -> np.ndarray:
+    return order[:, 0] << 20 | order[:, 1]
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+
+
+def run_of(device: int, devices: int, stages: int) -> list[int]:
+    """Indices of a device's consecutive stages, with the stages divided among devices as evenly as possible."""
+    return list(range(device * stages // devices, (device + 1) * stages // devices))
+
+
+def block_of(kind: ActionKind, stages: Sequence[int], microbatches: int, start: int = 0) -> np.ndarray:
+    """Actions that run each microbatch from ``start`` on through all ``stages`` in turn; shape (actions, 3)."""
+    count = max(0, microbatches - start)
+    made = np.empty((count * len(stages), 3), dtype=np.int32)
+    made[:, 0] = NUMBER[kind]
+    made[:, 1] = np.tile(np.asarray(stages, dtype=np.int32), count)
+    made[:, 2] = np.repeat(np.arange(start, start + count, dtype=np.int32), len(stages))
+    return made
+
+
+def pairs(first: np.ndarray, second: np.ndarray, width: int) -> np.ndarray:
+    """``width`` actions of ``first`` and ``width`` actions of ``second`` in alternation; both have the same length."""
+    both = np.stack([first.reshape(-1, width, 3), second.reshape(-1, width, 3)], axis=1)
+    return both.reshape(-1, 3)
