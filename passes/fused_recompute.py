@@ -70,7 +70,7 @@ def _repeated(joint: JointGraph) -> set[fx.Node]:
             continue
         costs[value] = tensor_bytes(tensor_values(value)) // (_RETURNED if value in returned else 1)
         costs[value] *= _WRITTEN if is_virtual(value, Phase.FORWARD) else 1
-        if is_fusible(value) and not joint.mutated_inputs.intersection(input_nodes(value)):
+        if is_fusible(value) and joint.mutated_inputs.isdisjoint(map(viewed, _operands(value))):
             fusible.add(value)
             pending += _bases(value)
     if not fusible.intersection(needed):
@@ -83,7 +83,7 @@ def _repeated(joint: JointGraph) -> set[fx.Node]:
         reads, repeats = passed[value], passed[value] + 1
         if value in needed:
             arcs.append((SOURCE, reads, UNCUTTABLE))
-        barred = Mark.MUST_RECOMPUTE in value.meta and value in fusible
+        barred = Mark.MUST_RECOMPUTE in value.meta and value not in needed
         arcs.append((reads, repeats, UNCUTTABLE if barred else cost * _REPEATED // unit))
         if value not in fusible:
             arcs.append((repeats, SINK, UNCUTTABLE))

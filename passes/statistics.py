@@ -27,6 +27,8 @@ aten = torch.ops.aten
 _WRITTEN = frozenset(
     {
         aten._log_softmax.default,
+        aten._native_batch_norm_legit.no_stats,
+        aten._native_batch_norm_legit_functional.default,
         aten._softmax.default,
         aten.native_group_norm.default,
         aten.native_layer_norm.default,

@@ -17,7 +17,16 @@ import operator
 import torch
 from torch import fx
 
-from roundpipe_fx.ir.joint_graph import Mark, Phase, has_side_effect, has_tag, is_seeded, is_tensor, is_view
+from roundpipe_fx.ir.joint_graph import (
+    Mark,
+    Phase,
+    has_side_effect,
+    has_tag,
+    is_seeded,
+    is_tensor,
+    is_view,
+    tensor_values,
+)
 
 __all__ = ["dropped_operands", "is_fusible", "is_in_kernel", "is_virtual"]
 
@@ -69,9 +78,10 @@ _REDUCTIONS = frozenset(
 _WRITTEN_IN_KERNELS = frozenset(
     {
         aten._log_softmax.default,
+        aten._native_batch_norm_legit.no_stats,
+        aten._native_batch_norm_legit_functional.default,
         aten._safe_softmax.default,
         aten._softmax.default,
-        aten.native_batch_norm.default,
         aten.native_group_norm.default,
         aten.native_layer_norm.default,
     }
@@ -92,7 +102,17 @@ def is_fusible(node: fx.Node) -> bool:
     if not has_tag(node.target, torch.Tag.pointwise) and node.target not in _FUSIBLE:
         return False
     value = node.meta["val"]
-    return value.layout is torch.strided and not is_seeded(node) and not has_side_effect(node)
+    if value.layout is not torch.strided or value.is_complex() or _rounds_to_integers(node):
+        return False
+    return not is_seeded(node) and not has_side_effect(node)
+
+
+def _rounds_to_integers(node: fx.Node) -> bool:
+    """Test for indices that another rounding of what they are computed from could change."""
+    value = node.meta["val"]
+    if value.is_floating_point() or value.dtype is torch.bool:
+        return False
+    return any(operand.is_floating_point() for source in node.all_input_nodes for operand in tensor_values(source))
 
 
 def is_in_kernel(node: fx.Node) -> bool:
