@@ -2,7 +2,7 @@
 
 python -m benchmarks.inductor                                  # all: takes long
 python -m benchmarks.inductor --models GPT-2 "Llama, 32 K words"
-python -m benchmarks.inductor --ways torch.compile "ours 0.0"  # nothing is stored
+python -m benchmarks.inductor --ways torch.compile "ours 0.0"
 
 Each measurement is a process with one thread. Bytes are the peak of the resident set beyond that before the step, with
 an allocator that returns what is freed at once. Seconds are those of the processor, the median of steps with an
@@ -33,7 +33,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 import roundpipe_fx
 from benchmarks.models import UNet
-from benchmarks.side_by_side import Case, build, checkpoint_blocks, report, step
+from benchmarks.side_by_side import RESULTS, Case, build, checkpoint_blocks, report, step
 
 _SMALL, _LARGE = 1024, 32768
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
@@ -41,6 +41,7 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of ``mallopt``."""
 _PATIENCE = 900
+_TITLE = "resident MB / processor seconds of a step, one thread"
 
 _Way = Callable[[nn.Module, Case], Callable[..., Any]]
 
@@ -222,14 +223,21 @@ def main() -> None:
         name, way = asked.one
         print(json.dumps(_measured(by_name[name], WAYS[way])))
         return
-    rows = [row for name in asked.models if (row := _row(name, asked.ways))]
-    title = "resident MB and processor seconds of a step, stages by Inductor"
-    if asked.models == [*by_name] and asked.ways == [*WAYS]:
-        report("inductor", title, rows)
+    measured = {row["model"]: row for row in _stored()}
+    for name in asked.models:
+        measured[name] = _row(name, asked.ways)
+        report("inductor", _TITLE, [measured[name] for name in by_name if name in measured])
+
+
+def _stored() -> list[dict[str, Any]]:
+    """Rows of earlier runs: a model's ways are all measured in one."""
+    path = RESULTS / "inductor.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+    return rows
 
 
 def _row(name: str, ways: list[str]) -> dict[str, Any]:
-    row: dict[str, Any] = {"model": name}
+    row: dict[str, Any] = {"model": name, **dict.fromkeys(WAYS, "")}
     for way in ways:
         found = _in_a_process(name, way)
         row[way] = found if isinstance(found, str) else f"{found['bytes'] / 1e6:.0f} / {found['seconds']:.2f}"
