@@ -176,15 +176,15 @@ def _recompute_less(graph: _CutGraph, coarse: Found[Evaluation[Lowered]] | Unmet
     plans = choices(graph.operations, chosen.limit, 1.0, graph.whole)
     if isinstance(coarse, Found):
         plans = [plan for plan in plans if plan.candidate.seconds < chosen.candidate.seconds]
-    least, fits, found = 0, len(plans), None
-    while least < fits:
-        middle = (least + fits) // 2
+    low, high, best = 0, len(plans), None
+    while low < high:
+        middle = (low + high) // 2
         evaluation = graph.evaluate(Candidate(plans[middle]))
         if evaluation.peak <= chosen.limit:
-            fits, found = middle, evaluation
+            high, best = middle, evaluation
         else:
-            least = middle + 1
-    return None if found is None else Found(found)
+            low = middle + 1
+    return None if best is None else Found(best)
 
 
 def _send_to_host(
