@@ -34,7 +34,6 @@ from roundpipe_fx.frontend.opaque_backward import OpaqueCall
 from roundpipe_fx.frontend.own_gradients import own_gradients
 from roundpipe_fx.frontend.redrawn_numbers import warn_of_redrawn_numbers
 from roundpipe_fx.frontend.size_range import lower_for_sizes
-from roundpipe_fx.ir.collectives import starts_collective
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
@@ -322,11 +321,7 @@ class _Compilation:
 
     def _load(self, lowered: Lowered, program: Program) -> Boxed:
         see = self._see_workspace if lowered.budget is not None and lowered is self.lowered else None
-        # What another stream, a copy or a collective reads may still be read when the call begins that reads it last.
-        forks = program.module.graph.find_nodes(op="call_function", target=torch.ops.streams.fork.default)
-        communicates = any(starts_collective(node.target) for node in lowered.joint.graph.nodes)
-        in_order = not forks and not communicates and not lowered.setting.context.host_copies
-        stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled, see, in_order)
+        stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled, see, lowered.runs_in_order)
         return load_program(program, stages, strided=lowered.stage_compiler != "eager")
 
     def _view(self, module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
