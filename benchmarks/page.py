@@ -80,6 +80,13 @@ _PARTS = (
         "A small model of each architecture of Hugging Face's auto classes that could be built and run eagerly.",
     ),
     _Part(
+        "inductor",
+        "Stages compiled by Inductor",
+        "benchmarks.inductor",
+        "Peak of the resident set above that before the step, and processor seconds, beside `torch.compile` with and "
+        "without `activation_memory_budget`. The number is the budget. Empty cells were not measured.",
+    ),
+    _Part(
         "step_time",
         "Time of a step",
         "benchmarks.step_time",

@@ -28,6 +28,7 @@ BENCHMARKS = (
     "growth",
     "tiling",
     "tiling_vocabulary",
+    "inductor",
     "before",
 )
 

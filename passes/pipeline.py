@@ -43,6 +43,7 @@ from roundpipe_fx.passes.early_recompute import early_recompute
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 from roundpipe_fx.passes.equal_collectives import merge_equal_collectives
 from roundpipe_fx.passes.fuse_costs import fuse_costs, fuse_costs_of_body
+from roundpipe_fx.passes.fused_recompute import recompute_in_readers
 from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
 from roundpipe_fx.passes.host_copies import copy_back, copy_to_host
 from roundpipe_fx.passes.in_place_draws import draw_in_memory_order
@@ -64,6 +65,7 @@ from roundpipe_fx.passes.row_slices import slice_narrow_values
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions, stages_of_starts
+from roundpipe_fx.passes.statistics import write_with_statistics
 from roundpipe_fx.passes.storage_copies import copy_parts_alone
 from roundpipe_fx.passes.strided_gradients import mark_strided_gradients
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
@@ -80,6 +82,11 @@ def _eager(context: PassContext) -> bool:
 def _compiled(context: PassContext) -> bool:
     """a stage compiler generates the kernels"""
     return context.compiler != "eager"
+
+
+def _fused(context: PassContext) -> bool:
+    """training, and Inductor compiles the stages"""
+    return context.compiler == "inductor" and context.training
 
 
 def _eager_cpu(context: PassContext) -> bool:
@@ -129,7 +136,7 @@ def _recomputed(context: PassContext) -> bool:
 
 def _early(context: PassContext) -> bool:
     """training without a budget"""
-    return context.early
+    return context.early and not (context.runs_programs and _fused(context))
 
 
 def _split(context: PassContext) -> bool:
@@ -362,6 +369,22 @@ _PASSES = (
         needs=("stages", "rounds"),
     ),
     Pass(
+        "statistics",
+        lambda joint, context: write_with_statistics(joint, context.costs),
+        level=PassLevel.PLANNED,
+        when=_fused,
+        about="softmaxes and norms are written with the narrow values that they are computed from",
+        needs=("apply_remat_schedule",),
+    ),
+    Pass(
+        "fused_recompute",
+        lambda joint, context: recompute_in_readers(joint, context.runs_programs),
+        level=PassLevel.PLANNED,
+        when=_fused,
+        about="values that are computed in the kernels that read them are not handed over to the backward",
+        needs=("apply_remat_schedule",),
+    ),
+    Pass(
         "early_recompute",
         lambda joint, _: early_recompute(joint),
         level=PassLevel.PLANNED,
@@ -431,7 +454,9 @@ def _replays_random(options: Options) -> bool:
 
 def _cut_segments(joint: JointGraph, context: PassContext) -> JointGraph:
     required = [*_named_positions(joint, context.options), *region_bounds(joint)]
-    joint, segments = cut_segments(joint, required, context.updates_whole, context.segment_starts)
+    joint, segments = cut_segments(
+        joint, required, context.updates_whole, context.segment_starts, context.compiler == "inductor"
+    )
     return dataclasses.replace(joint, segments=tuple(segments))
 
 

@@ -13,15 +13,17 @@ inside wider than those outside.
 
 from __future__ import annotations
 
+import itertools
 import math
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import fx
 
+from roundpipe_fx.analysis.fusion import is_in_kernel
 from roundpipe_fx.ir.fingerprint import fingerprint
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, storages, tensor_values
 from roundpipe_fx.ir.segment import Segment
@@ -46,6 +48,7 @@ def cut_segments(
     required_cuts: Sequence[int] = (),
     updates_whole: bool = False,
     only_starts: Sequence[int] | None = None,
+    fused: bool = False,
 ) -> tuple[JointGraph, list[Segment]]:
     """Mark every computing node with its segment.
 
@@ -56,6 +59,8 @@ def cut_segments(
             is between: a stage can then run for several microbatches before the next one does.
         only_starts: positions before which segments begin, and nowhere else; a cut must not be inside a tuple.
             ``required_cuts`` and ``updates_whole`` are then ignored.
+        fused: whether a compiler fuses operations. A segment then begins between kernels: a value that takes no memory
+            inside of one would be written only to cross a cut.
 
     Returns:
         the graph, and the segments in forward order.
@@ -67,7 +72,9 @@ def cut_segments(
         cuts = [position - 1 for position in only_starts]
     else:
         whole = _updates(joint, forward) if updates_whole else []
-        cuts = [cut for cut in _narrow_cuts(forward, lives, widths) if not any(a <= cut < b for a, b in whole)]
+        inside = _covered(_in_kernels(forward), len(forward)) if fused else [False] * len(forward)
+        cuts = _narrow_cuts(forward, lives, widths, inside)
+        cuts = [cut for cut in cuts if not any(a <= cut < b for a, b in whole)]
         cuts = sorted({*cuts, *(position - 1 for position in required_cuts if position > 0)})
     starts = [0, *(cut + 1 for cut in cuts)]
     index = 0
@@ -111,6 +118,35 @@ def _lives(forward: list[fx.Node]) -> list[_Life]:
     return [_Life(birth[storage], death[storage], size[storage]) for storage in birth]
 
 
+def _in_kernels(forward: list[fx.Node]) -> list[tuple[int, int]]:
+    """For values that a compiler keeps inside its kernels, the positions of their makers and of their last readers."""
+    position = {node: place for place, node in enumerate(forward)}
+    opaque = [place for place, node in enumerate(forward) if not is_in_kernel(node) and not is_view(node)]
+    ranges = []
+    for first, node in enumerate(forward):
+        last = max((position[user] for user in _readers(node) if user in position), default=first)
+        if is_in_kernel(node) and bisect_right(opaque, last) == bisect_left(opaque, first):
+            ranges.append((first, last))
+    return ranges
+
+
+def _covered(ranges: Iterable[tuple[int, int]], count: int) -> list[bool]:
+    """For each position whether a cut after it is inside a range, given by its first and last positions."""
+    change = [0] * (count + 1)
+    for first, last in ranges:
+        change[first] += 1
+        change[last] -= 1
+    return [depth > 0 for depth in itertools.accumulate(change[:count])]
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        if is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
 def _widths(count: int, lives: list[_Life]) -> list[int]:
     """Width of the cut after each forward position."""
     change = [0] * (count + 1)
@@ -124,8 +160,8 @@ def _widths(count: int, lives: list[_Life]) -> list[int]:
     return widths
 
 
-def _narrow_cuts(forward: list[fx.Node], lives: list[_Life], widths: list[int]) -> list[int]:
-    candidates = _candidates(forward, widths)
+def _narrow_cuts(forward: list[fx.Node], lives: list[_Life], widths: list[int], inside_kernel: list[bool]) -> list[int]:
+    candidates = _candidates(forward, widths, inside_kernel)
     elapsed = [0.0]
     for node in forward:
         elapsed.append(elapsed[-1] + _forward_seconds(node))
@@ -152,7 +188,7 @@ def _forward_seconds(node: fx.Node) -> float:
     return 0.0 if has_gradients else float(node.meta[Mark.SECONDS])
 
 
-def _candidates(forward: list[fx.Node], widths: list[int]) -> list[int]:
+def _candidates(forward: list[fx.Node], widths: list[int], inside_kernel: list[bool]) -> list[int]:
     """The narrowest position between each two consecutive operations that do arithmetic; the last one of equals.
 
     If nothing does arithmetic, operations that take time are used instead.
@@ -163,7 +199,8 @@ def _candidates(forward: list[fx.Node], widths: list[int]) -> list[int]:
     tuple_open = inside_tuple(forward)
     positions = []
     for first, second in pairwise(working):
-        allowed = [p for p in range(first, second) if not tuple_open[p] and not is_view(forward[p])]
+        closed = [tuple_open[p] or inside_kernel[p] or is_view(forward[p]) for p in range(first, second)]
+        allowed = [p for p, shut in zip(range(first, second), closed, strict=True) if not shut]
         if allowed:
             positions.append(min(allowed, key=lambda p: (widths[p], -p)))
     return positions

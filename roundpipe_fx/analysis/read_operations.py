@@ -49,8 +49,7 @@ def read_operations(
         in_place: whether stages run eagerly, so that results may overwrite operands that die.
         sums: whether gradients of parameters are added to accumulated gradients, so that they do not outlive the stage.
     """
-    # Compiled stages require the strides that they were compiled for, so missing gradients are full zeros for them.
-    expected = joint.expected_tangents if in_place else joint.tangents
+    expected = joint.expected_tangents
     reader = _OperationReader(joint, expected, granularity, in_place)
     for node in joint.inputs:
         reader.read_input(node)

@@ -279,7 +279,7 @@ class _OnOneDevice(_Compilation):
         return self._see_workspace if self.lowered.budget is not None else None
 
     def _load(self, lowered: Lowered, program: Program, see: Callable[[str, int], None] | None) -> Boxed:
-        stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled, see)
+        stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled, see, lowered.runs_in_order)
         return load_program(program, stages, strided=lowered.stage_compiler != "eager")
 
 

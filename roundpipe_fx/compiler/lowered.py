@@ -19,6 +19,7 @@ from roundpipe_fx.analysis.step_of_calls import Footprint
 from roundpipe_fx.codegen import Program, StageModule
 from roundpipe_fx.compiler.plan_cache import Recalled
 from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.ir.collectives import starts_collective
 from roundpipe_fx.ir.decisions import PeakMoment
 from roundpipe_fx.ir.joint_graph import JointGraph, Phase, tensor_values
 from roundpipe_fx.ir.options import StageCompiler
@@ -93,6 +94,16 @@ class Lowered:
     def is_tiled(self) -> bool:
         """Whether some operations run in tiles."""
         return any(isinstance(node.target, TileLoop) for node in self.joint.computed())
+
+    @functools.cached_property
+    def runs_in_order(self) -> bool:
+        """Test that nothing reads a value beside the stage module that reads it last: no other stream, no copy to the
+        host, no collective."""
+        programs = [program.module.graph for program in (self.forward, self.backward) if program is not None]
+        fork = torch.ops.streams.fork.default
+        forks = any(graph.find_nodes(op="call_function", target=fork) for graph in programs)
+        communicates = any(starts_collective(node.target) for node in self.joint.graph.nodes)
+        return not forks and not communicates and not self.setting.context.host_copies
 
     @functools.cached_property
     def parameters(self) -> frozenset[int]:

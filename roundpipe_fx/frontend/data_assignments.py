@@ -1,8 +1,9 @@
 """Data assignments: ``buffer.data = value`` in a forward is an update of the buffer.
 
-Dynamo traces the assignment as ``buffer.set_(value)``, which gives the buffer the memory of the value. AOTAutograd
-allows this only where graphs write to their inputs, which they do not here. Where the value is new, and of the buffer's
-shape, ``buffer.copy_(value)`` leaves the same numbers, in the buffer's own memory. Anything else is an error.
+Dynamo traces the assignment as ``buffer.set_(value)``, and from PyTorch 2.15 on as ``shallow_copy_data_``, which give
+the buffer the memory of the value. AOTAutograd allows this only where graphs write to their inputs, which they do not
+here. Where the value is new, and of the buffer's shape, ``buffer.copy_(value)`` leaves the same numbers, in the
+buffer's own memory. Anything else is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def copy_assigned_data(module: fx.GraphModule) -> None:
         DataAssignmentError: the value shares its memory. Where it has another shape, dtype or device than the input,
             the error comes when the graph is traced.
     """
-    assignments = module.graph.find_nodes(op="call_function", target=torch.Tensor.set_)
+    targets = (torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", None))
+    assignments = [node for node in module.graph.nodes if node.op == "call_function" and node.target in targets]
     for node in assignments:
         source = source_of(node)
         if len(node.args) != 2 or node.kwargs or not _is_new(node):

@@ -105,6 +105,8 @@ ADDING_NODES = frozenset(
         "online_softmax",
         "tiles",
         "apply_remat_schedule",
+        "statistics",
+        "fused_recompute",
         "early_recompute",
         "rng",
         "accumulate_gradients",
@@ -114,9 +116,9 @@ ADDING_NODES = frozenset(
 
 MARK_USES: Mapping[str, MarkUse] = {
     Mark.PHASE: _use(
-        "annotate hoist_host_syncs tiles apply_remat_schedule early_recompute split_backward",
-        "annotate apply_remat_schedule cse early_recompute hoist_host_syncs overlap_recompute "
-        "recompute_regions rounds segments split_backward accumulate_gradients analysis codegen compiler "
+        "annotate hoist_host_syncs tiles apply_remat_schedule fused_recompute early_recompute split_backward",
+        "annotate apply_remat_schedule cse early_recompute fused_recompute hoist_host_syncs overlap_recompute "
+        "recompute_regions rounds segments split_backward statistics accumulate_gradients analysis codegen compiler "
         "report",
         "annotate",
     ),

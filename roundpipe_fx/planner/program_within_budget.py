@@ -127,6 +127,8 @@ def _within(
         plans = _some_of(choices(operations, budget, setting.share, graph.whole), _EMITTED)
         return first_found(_within_limit(graph.evaluate(Candidate(chosen))) for chosen in plans)
     coarse = _save_less(graph, budget)
+    if setting.compiler == "inductor" and runs and budget != 0.0:
+        coarse = _recompute_less(graph, coarse) or coarse
     if on_host is None:
         return coarse
     return cut_finer(coarse, lambda: _send_to_host(on_host, graph, coarse, room))
@@ -150,6 +152,37 @@ def _save_less(graph: _CutGraph, budget: int | float) -> Found[Evaluation[Lowere
         emitted.append((chosen.candidate, evaluation.peak))
         log.info(_REPLANNING, excess)
         margin += excess
+
+
+def _recompute_less(graph: _CutGraph, coarse: Found[Evaluation[Lowered]] | Unmet) -> Found[Evaluation[Lowered]] | None:
+    """A plan that recomputes less than one that was chosen by its operations, or fits where none of these does.
+
+    The programs of stages that a compiler fuses save less than was planned (``passes/fused_recompute.py``).
+
+    Args:
+        graph: for which plans are made.
+        coarse: the plan, or what it needs at the least.
+
+    Returns:
+        the plan; ``None``: there is none.
+    """
+    if isinstance(coarse, Found) and not coarse.value.recompute_seconds:
+        return None
+    chosen = coarse.value.candidate.saved if isinstance(coarse, Found) else coarse.bottleneck.chosen
+    if not isinstance(chosen, Chosen):
+        return None
+    plans = choices(graph.operations, chosen.limit, 1.0, graph.whole)
+    if isinstance(coarse, Found):
+        plans = [plan for plan in plans if plan.candidate.seconds < chosen.candidate.seconds]
+    low, high, best = 0, len(plans), None
+    while low < high:
+        middle = (low + high) // 2
+        evaluation = graph.evaluate(Candidate(plans[middle]))
+        if evaluation.peak <= chosen.limit:
+            high, best = middle, evaluation
+        else:
+            low = middle + 1
+    return None if best is None else Found(best)
 
 
 def _send_to_host(

@@ -5,7 +5,7 @@ Modules that do the same work on the same shapes are compiled once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import fx
@@ -14,9 +14,11 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.console.progress import progress
 from roundpipe_fx.frontend.opaque_backward import calls_in
+from roundpipe_fx.ir.joint_graph import Phase
 from roundpipe_fx.ir.options import StageCompiler
 from roundpipe_fx.runtime.compiled_loops import Boxed, opaque_loops
 from roundpipe_fx.runtime.compiled_sums import from_zero, functional_sums
+from roundpipe_fx.runtime.donated_inputs import by_donation, donatable
 from roundpipe_fx.runtime.eager_stage import eager_stage
 from roundpipe_fx.runtime.expanded_inputs import by_arrival
 from roundpipe_fx.runtime.loss_gradients import DECOMPOSITIONS
@@ -33,6 +35,7 @@ def compile_stages(
     compiler: StageCompiler,
     cache: dict[str, Boxed],
     see_workspace: Callable[[str, int], None] | None = None,
+    in_order: bool = False,
 ) -> dict[str, Boxed]:
     """Make every stage module callable.
 
@@ -42,27 +45,48 @@ def compile_stages(
         cache: callables compiled before, by fingerprint; extended.
         see_workspace: called with name and bytes each time that an operator runs whose workspace depends on data. Only
             for ``"eager"``.
+        in_order: whether the calls run one after the other on the device, so that one may write over what dies in it.
 
     Returns:
         the callables by module name.
     """
     ready = {}
     for module in progress([*modules], "compiling stages"):
-        if module.fingerprint not in cache:
+        donated: Sequence[int] = ()
+        if in_order and compiler == "inductor" and module.phase is not Phase.FORWARD:
+            donated = donatable(module.module, _computed(module))
+        key = f"{module.fingerprint} {donated}" if donated else module.fingerprint
+        if key not in cache:
             graph_module = module.module
             if compiler == "eager" and see_workspace is not None:
                 graph_module = profile_operators(graph_module, see_workspace)
-            cache[module.fingerprint] = compile_stage(graph_module, compiler)
-        ready[module.name] = cache[module.fingerprint]
+            cache[key] = compile_stage(graph_module, compiler, donated)
+        ready[module.name] = cache[key]
     return ready
 
 
-def compile_stage(graph_module: fx.GraphModule, compiler: StageCompiler) -> Boxed:
-    """Make one stage module callable. The result keeps the opaque calls of its graph alive."""
-    if compiler == "eager":
-        function = _compiled(graph_module, compiler)
-    else:
-        function = by_arrival(graph_module, lambda module: _compiled(module, compiler), COMPILING)
+def _computed(module: StageModule) -> list[int]:
+    """Positions of the inputs that other stage modules compute."""
+    return [place for place, node in enumerate(module.inputs) if node.op != "placeholder"]
+
+
+def compile_stage(graph_module: fx.GraphModule, compiler: StageCompiler, donated: Sequence[int] = ()) -> Boxed:
+    """Make one stage module callable. The result keeps the opaque calls of its graph alive.
+
+    Args:
+        graph_module: the stage module.
+        compiler: ``"eager"``, ``"inductor"`` or a callable.
+        donated: positions of inputs that Inductor's code may write over, if nothing else refers to them in a call.
+    """
+
+    def compiled(module: fx.GraphModule) -> Boxed:
+        if not donated:
+            return _compiled(module, compiler)
+        return by_donation(donated, lambda dying: _compiled(module, compiler, dying), COMPILING)
+
+    function = (
+        _compiled(graph_module, compiler) if compiler == "eager" else by_arrival(graph_module, compiled, COMPILING)
+    )
     return _holding(function, calls_in(graph_module.graph))
 
 
@@ -77,14 +101,14 @@ def _holding(function: Boxed, held: Any) -> Boxed:
     return call
 
 
-def _compiled(graph_module: fx.GraphModule, compiler: StageCompiler) -> Boxed:
+def _compiled(graph_module: fx.GraphModule, compiler: StageCompiler, donated: Collection[int] = ()) -> Boxed:
     if compiler == "eager":
         return eager_stage(graph_module)
     examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
     unboxed = functional_sums(_unboxed(graph_module))
     loops = opaque_loops(unboxed, lambda body: _compiled(body, compiler))
     if compiler == "inductor":
-        function = from_zero(graph_module, _boxed(torch_private.inductor(unboxed, examples, DECOMPOSITIONS)))
+        function = from_zero(graph_module, _boxed(torch_private.inductor(unboxed, examples, DECOMPOSITIONS, donated)))
     else:
         assert callable(compiler)
         function = from_zero(graph_module, _boxed(compiler(unboxed, examples)))

@@ -26,14 +26,15 @@ SUPPORTED = ("2.11", "2.15")
 
 USED: Mapping[str, str] = {
     "torch": (
-        "Tensor._backward_hooks Tensor._base Tensor._post_accumulate_grad_hooks Tensor._version UntypedStorage._cdata "
+        "Tensor._backward_hooks Tensor._base Tensor._post_accumulate_grad_hooks Tensor._use_count Tensor._version "
+        "UntypedStorage._cdata "
         "ops.aten._pack_padded_sequence_backward"
     ),
     "torch._C": (
         "DispatchKey.ADInplaceOrView _ForceDispatchKeyGuard _current_graph_task_id "
         "_dispatch_tls_is_dispatch_key_excluded _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set "
         "_dispatch_tls_set_dispatch_key_excluded _disabled_torch_dispatch_impl _get_mkldnn_enabled _is_tracing "
-        "_set_mkldnn_enabled"
+        "_set_mkldnn_enabled _storage_Use_Count"
     ),
     "torch._C._autograd": (
         "_disable_profiler_legacy _enable_profiler_legacy _get_current_graph_task_keep_graph "
@@ -71,7 +72,8 @@ USED: Mapping[str, str] = {
     "torch._inductor.config": "fallback_random patch",
     "torch._inductor.decomposition": "select_decomp_table",
     "torch._inductor.output_code": "CompiledFxGraph",
-    "torch._inductor.utils": "BoxedBool",
+    "torch._inductor.ir": "DonatedBuffer",
+    "torch._inductor.utils": "BoxedBool get_donated_idxs",
     "torch._inductor.virtualized": "V",
     "torch._library.custom_ops": "OPDEFS CustomOpDef",
     "torch._library.fake_class_registry": "FakeScriptObject",
@@ -143,6 +145,9 @@ SPELLED: Mapping[str, tuple[str, ...]] = {
         "class _AnalyzeCustomOpInputOutputMode(TorchDispatchMode)",
     ),
     "torch._inductor.compile_fx": ("original_output_strides", "user_visible_output_idxs"),
+    "torch._inductor.codecache": ("self.cache_key_tag",),
+    "torch._inductor.graph": ("self.bw_donated_idxs",),
+    "torch._inductor.utils": ("fw_metadata.bw_donated_idxs",),
 }
 """What must occur in the source of a module: attributes and keys that are read with a default, classes in functions."""
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["boxed_codegen", "boxed_false", "graph_module", "has_kernel", "inductor", "is_traced", "without_wrapper"]
+__all__ = [
+    "boxed_codegen",
+    "boxed_false",
+    "graph_module",
+    "has_kernel",
+    "inductor",
+    "inductor_decomposition",
+    "is_traced",
+    "without_wrapper",
+]
 
 
 def is_traced() -> bool:
@@ -38,7 +48,10 @@ def graph_module(root: Any, graph: fx.Graph, name: str = "GraphModule") -> fx.Gr
 
 
 def inductor(
-    module: fx.GraphModule, example_inputs: Sequence[Any], decompositions: Mapping[Any, Callable[..., Any]]
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    decompositions: Mapping[Any, Callable[..., Any]],
+    donated: Collection[int] = (),
 ) -> Callable[..., Any]:
     """Compile a functional ATen graph with Inductor. The result is boxed.
 
@@ -49,6 +62,8 @@ def inductor(
         module: the graph.
         example_inputs: fake ones.
         decompositions: of operators, which take precedence over Inductor's own.
+        donated: positions of inputs that the code may write over. Inductor's cache does not know them, and would give
+            code for others; so they are part of the tag of its keys.
     """
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor import config
@@ -58,8 +73,21 @@ def inductor(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = detect_fake_mode(example_inputs)
+    context = TracingContext(mode)
+    caching: Any = torch.compiler.config
+    tag = caching.cache_key_tag
+    if donated:
+        metadata: Any = types.SimpleNamespace(bw_donated_idxs=sorted(donated), static_input_indices=[])
+        context.fw_metadata = metadata
+        tag += f"roundpipe_fx donated {sorted(donated)}"
     # A separate tracing context: Inductor reports output strides to the active one, which is the whole model's.
-    with torch.no_grad(), tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(fallback_random=True):
+    with (
+        torch.no_grad(),
+        tracing(context),
+        V.set_fake_mode(mode),
+        config.patch(fallback_random=True),
+        caching.patch(cache_key_tag=tag),
+    ):
         retrace = make_fx(
             module, decomposition_table={**select_decomp_table(), **decompositions}, _allow_non_fake_inputs=True
         )
@@ -72,7 +100,33 @@ def inductor(
             value.stride() if isinstance(value, torch.Tensor) else None for value in values
         ]
         output.meta["user_visible_output_idxs"] = list(range(len(values)))
-        return compile_fx_inner(lowered, list(example_inputs), cudagraphs=boxed_false(), is_inference=False)
+        # Only a backward may write over its inputs.
+        phase: dict[str, Any] = {"is_inference": False, "is_backward": bool(donated)}
+        return compile_fx_inner(lowered, list(example_inputs), cudagraphs=boxed_false(), **phase)
+
+
+def inductor_decomposition(node: fx.Node) -> fx.Graph:
+    """The operations that Inductor computes an operation with.
+
+    Args:
+        node: calls an operator of PyTorch on fake tensors.
+
+    Returns:
+        a graph with an input for each node that it reads, in order.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    operands = node.all_input_nodes
+    values = [operand.meta["val"] for operand in operands]
+
+    def run(*arguments: Any) -> Any:
+        of = dict(zip(operands, arguments, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), of.__getitem__)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    with torch.no_grad(), values[0].fake_mode:
+        return make_fx(run, decomposition_table=select_decomp_table())(*values).graph
 
 
 def boxed_false() -> Any:

@@ -1,4 +1,4 @@
-"""Memory: the allocator's activity while a function runs.
+"""Memory: the allocator's activity while a function runs, and who refers to a tensor's memory.
 
 The allocator tells PyTorch's profilers of each allocation, and of each one that is freed. The legacy profiler is used
 here: it records one thread, and costs some ten microseconds. As it cannot be entered twice, a function that runs inside
@@ -20,6 +20,7 @@ import torch
 __all__ = [
     "Allocation",
     "ProfiledMemory",
+    "is_sole_reference",
     "profile_memory",
     "profiler_runs",
     "record_allocations",
@@ -214,3 +215,23 @@ def wrap_compiled_calls(around: Callable[[Callable[[], Any], Sequence[Any]], Any
 
     kind.__call__ = call_wrapped
     return undo
+
+
+def _counts(values: Sequence[Any], place: int) -> tuple[int, int, int]:
+    value = values[place]
+    storage = value.untyped_storage()
+    return sys.getrefcount(value), value._use_count(), torch._C._storage_Use_Count(storage._cdata)
+
+
+_ALONE = _counts([torch.empty(0)], 0)
+"""Counted in the same way, for a tensor that nothing but its list refers to."""
+
+
+def is_sole_reference(values: list[Any], place: int) -> bool:
+    """Test for a tensor in a list that nothing else refers to, nor to its memory.
+
+    Args:
+        values: the list; no name may refer to the tensor. Views, and tensors that autograd has saved, count.
+        place: position of the tensor.
+    """
+    return _counts(values, place) == _ALONE

@@ -215,3 +215,22 @@ def joint(
     return (exp,), (None, mm_2, mm_4)
 """,
     )
+
+
+def test_compiled_segments_begin_between_kernels() -> None:
+    """A log-softmax stays with the loss that reads it, where a compiler fuses both."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 64)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.head(x), labels)
+
+    batch = torch.randn(16, 8), torch.zeros(16, dtype=torch.long)
+    for fused, together in ((False, False), (True, True)):
+        joint, _ = cut_segments(annotate(capture_joint(Head(), *batch), DEVICES["cpu"]), fused=fused)
+        segments = {str(node.target): node.meta[Mark.SEGMENT] for node in joint.in_phase(Phase.FORWARD)}
+        of_softmax, of_loss = segments["aten._log_softmax.default"], segments["aten.nll_loss_forward.default"]
+        assert (of_softmax == of_loss) is together

@@ -1,0 +1,287 @@
+"""Physical bytes and seconds of a step with stages compiled by Inductor, beside ``torch.compile``.
+
+python -m benchmarks.inductor                                  # all: takes long
+python -m benchmarks.inductor --models GPT-2 "Llama, 32 K words"
+python -m benchmarks.inductor --ways torch.compile "ours 0.0"
+
+Each measurement is a process with one thread. Bytes are the peak of the resident set beyond that before the step, with
+an allocator that returns what is freed at once. Seconds are those of the processor, the median of steps with an
+allocator that keeps it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch._functorch import config as functorch_config
+from transformers.modeling_outputs import ImageClassifierOutput
+
+import roundpipe_fx
+from benchmarks.models import UNet
+from benchmarks.side_by_side import RESULTS, Case, build, checkpoint_blocks, report, step
+
+_SMALL, _LARGE = 1024, 32768
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
+"""What is freed is returned at once."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Numbers of ``mallopt``."""
+_PATIENCE = 900
+_TITLE = "resident MB / processor seconds of a step, one thread"
+
+_Way = Callable[[nn.Module, Case], Callable[..., Any]]
+
+
+def _compiled(budget: float = 1.0) -> _Way:
+    def way(model: nn.Module, _: Case) -> Callable[..., Any]:
+        functorch_config.activation_memory_budget = budget
+        return torch.compile(model)
+
+    return way
+
+
+def _ours(budget: float | None) -> _Way:
+    return lambda model, _: roundpipe_fx.compile(model, memory_budget=budget, stage_compiler="inductor")
+
+
+WAYS: dict[str, _Way] = {
+    "checkpoint per block": lambda model, case: checkpoint_blocks(model, case.blocks),
+    "torch.compile": _compiled(),
+    "torch.compile 0.5": _compiled(0.5),
+    "torch.compile 0.0": _compiled(0.0),
+    "ours": _ours(None),
+    "ours 1.0": _ours(1.0),
+    "ours 0.5": _ours(0.5),
+    "ours 0.0": _ours(0.0),
+}
+"""How a model is compiled: the number is a budget."""
+
+
+class _DropoutMLP(nn.Module):
+    """Blocks of a norm, two layers and dropout."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 4 * width),
+                nn.GELU(),
+                nn.Dropout(0.1),
+                nn.Linear(4 * width, width),
+                nn.Dropout(0.1),
+            )
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = pixel_values
+        for block in self.blocks:
+            x = x + block(x)
+        logits = self.head(x)
+        loss: Any = F.cross_entropy(logits, labels)
+        return ImageClassifierOutput(loss=loss, logits=logits)
+
+
+class _LossAlone(nn.Module):
+    """A model that returns its loss, and no scores."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        return ImageClassifierOutput(loss=self.model(**batch).loss)
+
+
+def _text_cases() -> list[Case]:
+    layers, width, heads, inner = 4, 256, 4, 1024
+    decoder: dict[str, Any] = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "intermediate_size": inner,
+        "use_cache": False,
+    }
+
+    def gpt2(words: int) -> nn.Module:
+        config = transformers.GPT2Config(vocab_size=words, n_layer=layers, n_embd=width, n_head=heads, use_cache=False)
+        return transformers.GPT2LMHeadModel(config)
+
+    def llama(words: int) -> nn.Module:
+        config = transformers.LlamaConfig(**decoder, vocab_size=words, tie_word_embeddings=True)
+        return transformers.LlamaForCausalLM(config)
+
+    def qwen3(words: int) -> nn.Module:
+        config = transformers.Qwen3Config(**decoder, vocab_size=words, head_dim=width // heads)
+        return transformers.Qwen3ForCausalLM(config)
+
+    def opt(words: int) -> nn.Module:
+        config = transformers.OPTConfig(
+            vocab_size=words,
+            hidden_size=width,
+            word_embed_proj_dim=width,
+            ffn_dim=inner,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            use_cache=False,
+        )
+        return transformers.OPTForCausalLM(config)
+
+    def bert(words: int) -> nn.Module:
+        config = transformers.BertConfig(
+            vocab_size=words,
+            num_hidden_layers=layers,
+            hidden_size=width,
+            num_attention_heads=heads,
+            intermediate_size=inner,
+        )
+        return transformers.BertForMaskedLM(config)
+
+    decoders = "model.layers.{}"
+    models: dict[str, tuple[Callable[[int], nn.Module], str]] = {
+        "GPT-2": (gpt2, "transformer.h.{}"),
+        "Llama": (llama, decoders),
+        "Qwen3": (qwen3, decoders),
+        "OPT": (opt, "model.decoder.layers.{}"),
+        "BERT": (bert, "bert.encoder.layer.{}"),
+    }
+    cases = []
+    for name, (make, blocks) in models.items():
+        names = tuple(blocks.format(layer) for layer in range(layers))
+        for words, batch in ((_SMALL, 8), (_LARGE, 4)):
+            case = Case(
+                f"{name}, {words // 1024} K words",
+                lambda make=make, words=words: make(words),  # type: ignore[misc]
+                lambda words=words, batch=batch: _tokens(words, batch, 256),  # type: ignore[misc]
+                names,
+                "",
+            )
+            cases.append(case)
+    (large,) = (case for case in cases if case.name == f"Llama, {_LARGE // 1024} K words")
+    inside = tuple(f"model.{name}" for name in large.blocks)
+    alone = dataclasses.replace(
+        large, name=f"{large.name}, loss alone", make=lambda: _LossAlone(large.make()), blocks=inside
+    )
+    return [*cases, alone]
+
+
+def _tokens(words: int, batch: int, length: int) -> dict[str, Any]:
+    tokens = torch.randint(words, (batch, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _images(*shape: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "pixel_values": torch.randn(*shape, generator=generator),
+        "labels": torch.randint(10, shape[:1], generator=generator),
+    }
+
+
+def cases() -> list[Case]:
+    """The models, with random weights."""
+    depth = 3
+    unet_blocks = (*(f"down.{i}" for i in range(depth + 1)), *(f"up.{i}" for i in range(depth)))
+    return [
+        *_text_cases(),
+        Case("U-Net", lambda: UNet(16, depth), lambda: _images(8, 3, 64, 64), unet_blocks, ""),
+        Case(
+            "MLP with dropout",
+            lambda: _DropoutMLP(6, 256),
+            lambda: _images(4096, 256),
+            tuple(f"blocks.{i}" for i in range(6)),
+            "",
+        ),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    by_name = {case.name: case for case in cases()}
+    parser.add_argument("--models", nargs="*", default=[*by_name], choices=[*by_name], metavar="MODEL")
+    parser.add_argument("--ways", nargs="*", default=[*WAYS], choices=[*WAYS], metavar="WAY")
+    parser.add_argument("--one", nargs=2)
+    asked = parser.parse_args()
+    if asked.one:
+        name, way = asked.one
+        print(json.dumps(_measured(by_name[name], WAYS[way])))
+        return
+    measured = {row["model"]: row for row in _stored()}
+    for name in asked.models:
+        measured[name] = _row(name, asked.ways)
+        report("inductor", _TITLE, [measured[name] for name in by_name if name in measured])
+
+
+def _stored() -> list[dict[str, Any]]:
+    """Rows of earlier runs: a model's ways are all measured in one."""
+    path = RESULTS / "inductor.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+    return rows
+
+
+def _row(name: str, ways: list[str]) -> dict[str, Any]:
+    row: dict[str, Any] = {"model": name, **dict.fromkeys(WAYS, "")}
+    for way in ways:
+        found = _in_a_process(name, way)
+        row[way] = found if isinstance(found, str) else f"{found['bytes'] / 1e6:.0f} / {found['seconds']:.2f}"
+        print(f"{name}, {way}: {row[way]}", file=sys.stderr, flush=True)
+    return row
+
+
+def _in_a_process(name: str, way: str) -> dict[str, float] | str:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.inductor", "--one", name, way]
+    environment = {**os.environ, **_ALLOCATOR, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, env=environment)
+    lines = ran.stdout.splitlines()
+    if ran.returncode or not lines:
+        return (ran.stderr.splitlines() or [f"ended with {ran.returncode}"])[-1]
+    found: dict[str, float] = json.loads(lines[-1])
+    return found
+
+
+def _measured(case: Case, way: _Way) -> dict[str, float]:
+    """Bytes and seconds of a step in this process."""
+    torch.set_num_threads(1)
+    model, batch = build(case), case.make_batch()
+    run = way(model, case)
+    for _ in range(3):  # a plan may learn from the first
+        model.zero_grad()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _resident("VmRSS")
+        step(run, model, batch)
+        peak = _resident("VmHWM") - before
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_TRIM_THRESHOLD, 1 << 30)
+    libc.mallopt(_MMAP_THRESHOLD, 32 << 20)
+    seconds = []
+    for _ in range(8):
+        begin = time.process_time()
+        step(run, model, batch)
+        seconds.append(time.process_time() - begin)
+    return {"bytes": peak, "seconds": statistics.median(seconds[1:])}
+
+
+def _resident(kind: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(kind))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""fused_recompute: values that a compiler computes in the kernels that read them are not handed over to the backward.
+
+Runs in compiled stages, after recomputation has been written into the graph. A forward value that the backward reads is
+replaced by operations beside its readers, if these start from narrower values, or from such as are handed over anyway::
+
+    forward                                    backward
+    x ─▶ gelu ─▶ y ─▶ mm                       y, x ─▶ gelu_backward, mm
+
+    x ─▶ gelu ─▶ y ─▶ mm                       x ─▶ gelu ─▶ y ─▶ gelu_backward, mm
+
+Which values are handed over is a minimum cut, as in PyTorch's partitioner (min-cut rematerialization; its weights are
+others): one vertex for "the backward reads v", one for "v is repeated there".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.cost import tensor_bytes
+from roundpipe_fx.analysis.fusion import dropped_operands, is_fusible, is_virtual
+from roundpipe_fx.analysis.minimum_cut import SINK, SOURCE, UNCUTTABLE, Arc, minimum_cut, unit_of
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, tensor_values, viewed
+
+aten = torch.ops.aten
+
+_REPEATED = 32
+"""Saving a value may cost as much as repeating so many operations on values of its size."""
+_WRITTEN = 2
+"""So many times its bytes costs a value that takes no memory unless it is saved."""
+_RETURNED = 2
+"""What the caller gets is likely to be dropped by it, but not certain to be; so it costs its bytes divided by this."""
+
+
+def recompute_in_readers(joint: JointGraph, whole_backward: bool) -> JointGraph:
+    """Repeat fusible operations of the forward in the backward modules that read their results.
+
+    Args:
+        joint: a graph with recomputation written into it; it is rewritten.
+        whole_backward: whether nothing runs before incoming gradients arrive, so that all that is recomputed joins the
+            backward module of its stage.
+
+    Returns:
+        The same graph.
+    """
+    if whole_backward:
+        for node in joint.in_phase(Phase.RECOMPUTE):
+            node.meta[Mark.PHASE] = Phase.BACKWARD
+    repeated = _repeated(joint)
+    if repeated:
+        _repeat(joint, repeated)
+        joint.drop_unread()
+    return joint
+
+
+def _repeated(joint: JointGraph) -> set[fx.Node]:
+    """Forward operations that are repeated in the backward."""
+    needed = dict.fromkeys(base for node in _later(joint) for base in _bases(node))
+    costs: dict[fx.Node, int] = {}
+    fusible: set[fx.Node] = set()
+    returned = {viewed(node) for node in joint.forward_outputs if isinstance(node, fx.Node)}
+    pending = list(needed)
+    while pending:
+        value = pending.pop()
+        if value in costs:
+            continue
+        costs[value] = tensor_bytes(tensor_values(value)) // (_RETURNED if value in returned else 1)
+        costs[value] *= _WRITTEN if is_virtual(value, Phase.FORWARD) else 1
+        if is_fusible(value) and joint.mutated_inputs.isdisjoint(map(viewed, _operands(value))):
+            fusible.add(value)
+            pending += _bases(value)
+    if not fusible.intersection(needed):
+        return set()
+    passed = {value: 2 + 2 * index for index, value in enumerate(costs)}
+    sizes = {value: tensor_bytes(tensor_values(value)) for value in fusible}
+    unit = unit_of([*(cost * _REPEATED for cost in costs.values()), *sizes.values()])
+    arcs: list[Arc] = []
+    for value, cost in costs.items():
+        reads, repeats = passed[value], passed[value] + 1
+        if value in needed:
+            arcs.append((SOURCE, reads, UNCUTTABLE))
+        barred = Mark.MUST_RECOMPUTE in value.meta and value not in needed
+        arcs.append((reads, repeats, UNCUTTABLE if barred else cost * _REPEATED // unit))
+        if value not in fusible:
+            arcs.append((repeats, SINK, UNCUTTABLE))
+            continue
+        arcs.append((repeats, SINK, max(sizes[value] // unit, 1)))
+        arcs += [(repeats, passed[base], UNCUTTABLE) for base in _bases(value)]
+    _, reached = minimum_cut(arcs, 2 + 2 * len(costs))
+    return {value for value in fusible if passed[value] + 1 in reached}
+
+
+def _later(joint: JointGraph) -> Iterable[fx.Node]:
+    return (node for node in joint.computed() if node.meta[Mark.PHASE] is not Phase.FORWARD)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    dropped = dropped_operands(node)
+    return input_nodes(node) if dropped is None else [dropped[0], dropped[1]]
+
+
+def _bases(node: fx.Node) -> list[fx.Node]:
+    """Forward values that a node reads, behind views."""
+    bases = (viewed(source) for source in _operands(node))
+    return list(dict.fromkeys(base for base in bases if base.meta.get(Mark.PHASE) is Phase.FORWARD))
+
+
+def _repeat(joint: JointGraph, repeated: set[fx.Node]) -> None:
+    """Let the backward read copies, which stand before their first reader in each of its modules."""
+    copies: dict[tuple[fx.Node, int, Phase], fx.Node] = {}
+
+    def copy_of(source: fx.Node, reader: fx.Node) -> fx.Node:
+        if source.meta.get(Mark.PHASE) is not Phase.FORWARD or not (source in repeated or is_view(source)):
+            return source
+        key = source, reader.meta[Mark.STAGE], reader.meta[Mark.PHASE]
+        if key not in copies:
+            operands = {operand: copy_of(operand, reader) for operand in _operands(source)}
+            copy = _copied(source, operands, reader)
+            copy.meta = {name: value for name, value in source.meta.items() if name != "unbacked_bindings"}
+            copy.meta[Mark.ORIGIN] = source.name
+            copy.meta[Mark.SECONDS] = 0.0  # of the kernel that reads it
+            for mark in (Mark.PHASE, Mark.STAGE, Mark.SEGMENT):
+                copy.meta[mark] = reader.meta[mark]
+            copies[key] = copy
+        return copies[key]
+
+    for node in list(_later(joint)):
+        for source in input_nodes(node):
+            if viewed(source) in repeated:
+                node.replace_input_with(source, copy_of(source, node))
+
+
+def _copied(source: fx.Node, operands: Mapping[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
+    graph, dropped = before.graph, dropped_operands(source)
+    with graph.inserting_before(before):
+        if dropped is None:
+            return graph.node_copy(source, operands.__getitem__)
+        value, mask, factor = dropped
+        return graph.call_function(aten.native_dropout_backward.default, (operands[value], operands[mask], factor))

@@ -1,0 +1,159 @@
+"""Fusion: operations that a stage compiler computes inside the kernel that reads them.
+
+Such a value is *virtual* where it is recomputed beside its readers: it takes no memory, and its operands are read from
+where they are. Saved, it takes all of its bytes::
+
+    saved     x ──▶ gelu(x) ══ memory ══▶ product's gradient
+    virtual   x ══ memory ══▶ [gelu(x), …] in one kernel
+
+The operators are those that PyTorch's partitioner takes to be fusible, without reductions: these are computed once,
+since their results are narrow.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from roundpipe_fx.ir.joint_graph import (
+    Mark,
+    Phase,
+    has_side_effect,
+    has_tag,
+    is_seeded,
+    is_tensor,
+    is_view,
+    tensor_values,
+)
+
+aten = torch.ops.aten
+
+_FUSIBLE = frozenset(
+    {
+        aten._to_copy.default,
+        aten.arange.start_step,
+        aten.clone.default,
+        aten.constant_pad_nd.default,
+        aten.empty_like.default,
+        aten.full.default,
+        aten.full_like.default,
+        aten.masked_fill.Scalar,
+        aten.masked_fill.Tensor,
+        aten.native_dropout_backward.default,
+        aten.ones_like.default,
+        aten.scalar_tensor.default,
+        aten.tril.default,
+        aten.triu.default,
+        aten.where.self,
+        aten.zeros_like.default,
+        torch.ops.prims.convert_element_type.default,
+        torch.ops.prims.iota.default,
+    }
+)
+"""Operators that are fused although they are not tagged as pointwise."""
+
+_REDUCTIONS = frozenset(
+    {
+        aten.all.dim,
+        aten.amax.default,
+        aten.amin.default,
+        aten.any.dim,
+        aten.mean.default,
+        aten.mean.dim,
+        aten.nll_loss2d_forward.default,
+        aten.nll_loss_forward.default,
+        aten.prod.dim_int,
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten.var.correction,
+        aten.var_mean.correction,
+    }
+)
+"""Operators that read their operand inside a kernel, and whose result is computed once."""
+
+_WRITTEN_IN_KERNELS = frozenset(
+    {
+        aten._log_softmax.default,
+        aten._native_batch_norm_legit.no_stats,
+        aten._native_batch_norm_legit_functional.default,
+        aten._safe_softmax.default,
+        aten._softmax.default,
+        aten.native_group_norm.default,
+        aten.native_layer_norm.default,
+    }
+)
+"""Operators that are pointwise operations and reductions, of which Inductor makes kernels with what is around them."""
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """Test for an operation that may be repeated inside the kernels that read its result.
+
+    Args:
+        node: of an annotated graph. Views are not fusible: they compute nothing.
+    """
+    if dropped_operands(node) is not None:
+        return True
+    if node.op != "call_function" or not is_tensor(node) or is_view(node) or Mark.MUST_SAVE in node.meta:
+        return False
+    if not has_tag(node.target, torch.Tag.pointwise) and node.target not in _FUSIBLE:
+        return False
+    value = node.meta["val"]
+    if value.layout is not torch.strided or value.is_complex() or _rounds_to_integers(node):
+        return False
+    return not is_seeded(node) and not has_side_effect(node)
+
+
+def _rounds_to_integers(node: fx.Node) -> bool:
+    """Test for indices that another rounding of what they are computed from could change."""
+    value = node.meta["val"]
+    if value.is_floating_point() or value.dtype is torch.bool:
+        return False
+    return any(operand.is_floating_point() for source in node.all_input_nodes for operand in tensor_values(source))
+
+
+def is_in_kernel(node: fx.Node) -> bool:
+    """Test for an operation that is computed in kernels with what is around it, in place of one of its own.
+
+    Args:
+        node: of an annotated graph.
+    """
+    maker = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return is_fusible(maker) or maker.target in _REDUCTIONS or maker.target in _WRITTEN_IN_KERNELS
+
+
+def is_virtual(node: fx.Node, phase: Phase) -> bool:
+    """Test for a fusible operation that only kernels read in one phase, so that its result takes no memory in it.
+
+    Args:
+        node: of an annotated graph.
+        phase: of the readers.
+    """
+    return is_fusible(node) and _only_kernels_read(node, phase)
+
+
+def _only_kernels_read(node: fx.Node, phase: Phase) -> bool:
+    for user in node.users:
+        if user.op == "output":
+            return False
+        if user.meta.get(Mark.PHASE) is not phase:
+            continue
+        fused = _only_kernels_read(user, phase) if is_view(user) else is_in_kernel(user)
+        if not fused:
+            return False
+    return True
+
+
+def dropped_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
+    """Operands of the products that a dropout's result is, if it is one: its input, its mask, and the factor."""
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return None
+    (maker,) = node.all_input_nodes
+    if maker.target is not aten.native_dropout.default:
+        return None
+    source, probability, train = maker.args
+    mask = next((user for user in maker.users if user.target is operator.getitem and user.args[1] == 1), None)
+    if not isinstance(source, fx.Node) or not isinstance(probability, float) or train is False or mask is None:
+        return None
+    return (source, mask, 1 / (1 - probability)) if 0 < probability < 1 else None

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from roundpipe_fx.analysis.fusion import dropped_operands, is_fusible, is_in_kernel, is_virtual
+from roundpipe_fx.ir.joint_graph import Phase
+from tests.graph_text import joint_of
+
+GRAPH = """\
+def joint(
+    x: float32[8, 4],
+    w: float32[4, 4],
+    z: complex64[8, 4],
+    tangents_1: float32[8, 4],
+):
+    # forward, stage 0, segment 0
+    tanh: float32[8, 4] = aten.tanh.default(x)
+    sum_1: float32[8, 1] = aten.sum.dim_IntList(tanh, [1], True)
+    exp: float32[8, 4] = aten.exp.default(x)
+    mm: float32[8, 4] = aten.mm.default(exp, w)
+    view: float32[4, 8] = aten.view.default(mm, [4, 8])
+    mul: complex64[8, 4] = aten.mul.Tensor(z, z)
+    _to_copy: int64[8, 4] = aten._to_copy.default(tanh, dtype=torch.int64)
+    gt: bool[8, 4] = aten.gt.Scalar(tanh, 0)
+    bernoulli: float32[8, 4] = aten.bernoulli.default(tanh)
+    native_dropout: (float32[8, 4], bool[8, 4]) = aten.native_dropout.default(x, 0.5, True)
+    getitem: float32[8, 4] = operator.getitem(native_dropout, 0)
+    getitem_1: bool[8, 4] = operator.getitem(native_dropout, 1)
+    # backward, stage 0, segment 0
+    mm_1: float32[8, 4] = aten.mm.default(tanh, w)
+    return (sum_1, view, mul, _to_copy, gt, bernoulli, getitem, getitem_1), (mm_1,)
+"""
+
+
+def test_pointwise_operations_are_fusible() -> None:
+    """Not what draws numbers, complex ones, and indices that another rounding would change."""
+    nodes = [*joint_of(GRAPH).computed()]
+    assert {node.name for node in nodes if is_fusible(node)} == {"tanh", "exp", "gt", "getitem"}
+    assert {node.name for node in nodes if is_in_kernel(node)} == {"tanh", "exp", "gt", "sum_1"}
+
+
+def test_a_value_is_virtual_where_only_kernels_read_it() -> None:
+    nodes = {node.name: node for node in joint_of(GRAPH).computed()}
+    assert not is_virtual(nodes["tanh"], Phase.FORWARD)  # to integers
+    assert not is_virtual(nodes["tanh"], Phase.BACKWARD)
+    assert not is_virtual(nodes["exp"], Phase.FORWARD)
+    assert is_virtual(nodes["exp"], Phase.BACKWARD)
+
+
+def test_a_dropout_is_its_operands() -> None:
+    nodes = {node.name: node for node in joint_of(GRAPH).computed()}
+    dropped = dropped_operands(nodes["getitem"])
+    assert dropped is not None and [str(item) for item in dropped] == ["x", "getitem_1", "2.0"]
+    assert dropped_operands(nodes["getitem_1"]) is None
