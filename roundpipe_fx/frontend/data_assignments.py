@@ -8,11 +8,14 @@ buffer's own memory. Anything else is an error.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import fx
 
 from roundpipe_fx.ir.source import source_of
-from roundpipe_fx.torch_private import PassedThrough
+from roundpipe_fx.torch_private import PassedThrough, unseen_by_autograd
 
 
 class DataAssignmentError(PassedThrough, ValueError):
@@ -29,13 +32,13 @@ def copy_assigned_data(module: fx.GraphModule) -> None:
         DataAssignmentError: the value shares its memory. Where it has another shape, dtype or device than the input,
             the error comes when the graph is traced.
     """
-    targets = (torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", None))
-    assignments = [node for node in module.graph.nodes if node.op == "call_function" and node.target in targets]
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    assignments = [node for node in calls if node.target in _ASSIGNMENTS]
     for node in assignments:
         source = source_of(node)
         if len(node.args) != 2 or node.kwargs or not _is_new(node):
             raise _refused("whose memory something else reads or writes", source)
-        node.target, node.args = _assign, (*node.args, source)
+        node.target, node.args = _ASSIGNMENTS[node.target], (*node.args, source)
     if assignments:
         module.recompile()
 
@@ -63,6 +66,17 @@ def _assign(old: torch.Tensor, value: torch.Tensor, source: str) -> torch.Tensor
         kind = f"{_kind(value)}, where it has {_kind(old)}"
         raise _refused(f"of another shape, dtype or device: {kind}", source)
     return old.copy_(value)
+
+
+def _assign_unseen(old: torch.Tensor, value: torch.Tensor, source: str) -> torch.Tensor:
+    with unseen_by_autograd(old):
+        return _assign(old, value, source)
+
+
+_ASSIGNMENTS: Mapping[Any, Callable[..., torch.Tensor]] = {
+    torch.Tensor.set_: _assign,  # Dynamo's graph lowers the version again after it
+    getattr(torch.ops.aten, "shallow_copy_data_", None): _assign_unseen,
+}
 
 
 def _kind(value: torch.Tensor) -> str:

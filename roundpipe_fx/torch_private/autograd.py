@@ -16,6 +16,7 @@ __all__ = [
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
     "top_saved_tensor_hooks",
+    "unseen_by_autograd",
     "when_backward_ends",
 ]
 
@@ -44,6 +45,11 @@ def detached_with_version(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+
+
+def unseen_by_autograd(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Context manager in which a tensor is written to as ``tensor.data`` is: its version stays as it was."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
 def in_backward() -> bool:
