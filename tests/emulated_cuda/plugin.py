@@ -37,8 +37,10 @@ def _no_races() -> Iterator[None]:
     assert not found, "\n".join(found[:5])
 
 
-def _stand_in(module: fx.GraphModule, examples: Sequence[Any], decompositions: Any) -> Callable[[list[Any]], Any]:
-    """For Inductor, which needs Triton: an eager stage."""
+def _stand_in(
+    module: fx.GraphModule, examples: Sequence[Any], decompositions: Any, donated: Any = ()
+) -> Callable[[list[Any]], Any]:
+    """For Inductor, which needs Triton: an eager stage, which writes over nothing."""
     from roundpipe_fx.runtime.eager_stage import eager_stage
 
     run = eager_stage(module)
