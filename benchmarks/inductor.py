@@ -37,7 +37,7 @@ from benchmarks.side_by_side import RESULTS, Case, build, checkpoint_blocks, rep
 
 _SMALL, _LARGE = 1024, 32768
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
-"""What is freed is returned at once."""
+"""Settings with which glibc returns freed memory to the system at once."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of ``mallopt``."""
 _PATIENCE = 900
@@ -68,7 +68,7 @@ WAYS: dict[str, _Way] = {
     "ours 0.5": _ours(0.5),
     "ours 0.0": _ours(0.0),
 }
-"""How a model is compiled: the number is a budget."""
+"""Ways to compile a model; the number in a name is the memory budget."""
 
 
 class _DropoutMLP(nn.Module):

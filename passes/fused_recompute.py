@@ -27,11 +27,11 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is
 aten = torch.ops.aten
 
 _REPEATED = 32
-"""Saving a value may cost as much as repeating so many operations on values of its size."""
+"""Price of a saved byte, in bytes of repeated results."""
 _WRITTEN = 2
-"""So many times its bytes costs a value that takes no memory unless it is saved."""
+"""Factor on the price of a value that takes no memory unless it is saved."""
 _RETURNED = 2
-"""What the caller gets is likely to be dropped by it, but not certain to be; so it costs its bytes divided by this."""
+"""Divisor of the price of a value that the caller gets: it exists anyway, until the caller drops it."""
 
 
 def recompute_in_readers(joint: JointGraph, whole_backward: bool) -> JointGraph:

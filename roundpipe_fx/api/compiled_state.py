@@ -227,7 +227,7 @@ class CompiledState:
         return [parameter.device] if parameter is not None and parameter.device.type == "cuda" else []
 
     def of_this_rank(self, named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-        """Those of the model's named tensors that are in this process: all."""
+        """Select the named tensors that are in this process: all."""
         return named
 
     def processes(self) -> ProcessPipeline:

@@ -101,7 +101,7 @@ class PipelinedState(CompiledState):
 
     @property
     def pipeline(self) -> Pipeline:
-        """What runs steps; another one after each recompilation."""
+        """The pipeline that runs steps; each recompilation makes another one."""
         assert self._pipeline is not None
         return self._pipeline
 
@@ -209,7 +209,7 @@ class StateOverProcesses(PipelinedState):
         return self._processes
 
     def _dynamic(self) -> bool | None:
-        """As asked for. PyTorch cannot trace layers that ranks share out for sizes of any number, seen with 2.13."""
+        """The user's choice; fixed sizes where ranks share out layers, which PyTorch 2.13 cannot trace for others."""
         return False if self.dynamic is None and self._processes.group.parts > 1 else self.dynamic
 
     def _mode(self) -> Local:
@@ -237,7 +237,7 @@ class StateOverProcesses(PipelinedState):
         return replanning_together(run, self.compile, self.learned, self._is_budgeted(devices), self._processes)
 
     def of_this_rank(self, named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-        """Those of the model's named tensors that this rank owns."""
+        """Select the named tensors that this rank owns."""
         return own_state.of_this_rank(self._processes, named)
 
     def check_copyable(self) -> None:
@@ -262,7 +262,7 @@ class StateOverProcesses(PipelinedState):
         )
 
     def clip_gradients(self, model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Those of all ranks."""
+        """Clip the gradients of all ranks together."""
         return own_state.clip_gradients(self._processes, max_norm, norm_type)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -283,5 +283,5 @@ _CACHES = "transformers.cache_utils"
 
 
 def has_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a model is given a cache of Hugging Face's."""
+    """Test for a cache of Hugging Face's among a model's arguments."""
     return any(cls.__module__ == _CACHES for value in (*args, *kwargs.values()) for cls in type(value).__mro__)
