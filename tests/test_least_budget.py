@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe_fx
+from tests.long import long_but
 
 Make = Callable[[], nn.Module]
 
@@ -65,8 +66,7 @@ def _refused(compiled: nn.Module, x: torch.Tensor) -> roundpipe_fx.InfeasibleBud
     return refused.value
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", long_but(CASES, quick={"pipelined"}))
 def test_one_minimum(case: str) -> None:
     make, x, options = CASES[case]
     base = make()

@@ -177,7 +177,8 @@ class Kinds(Generic[E]):
             ]
             return instead_of_rows(self._graph, in_tiles, heads, self._compared)
 
-        for regions_so_far in self._regions.by_width():  # narrower ones only if the wider ones do not suffice
+        # Narrower ones only if the wider ones do not suffice. Regions are looked for anew: each is yielded but once.
+        for regions_so_far in TileRegions(self._graph).by_width():
             known, kinds = len(kinds), list(by_kind(regions_so_far).values())
             first = [first_tiles(kind[0]) for kind in kinds]
             for count in range(known + 1, len(kinds) + 1):

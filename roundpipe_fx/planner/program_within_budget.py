@@ -168,21 +168,32 @@ def _recompute_less(graph: _CutGraph, coarse: Found[Evaluation[Lowered]] | Unmet
     """
     if isinstance(coarse, Found) and not coarse.value.recompute_seconds:
         return None
-    chosen = coarse.value.candidate.saved if isinstance(coarse, Found) else coarse.bottleneck.chosen
-    if not isinstance(chosen, Chosen):
-        return None
-    plans = choices(graph.operations, chosen.limit, 1.0, graph.whole)
-    if isinstance(coarse, Found):
-        plans = [plan for plan in plans if plan.candidate.seconds < chosen.candidate.seconds]
+    plans = _less_recomputed(graph, coarse)
     low, high, best = 0, len(plans), None
     while low < high:
         middle = (low + high) // 2
-        evaluation = graph.evaluate(Candidate(plans[middle]))
-        if evaluation.peak <= chosen.limit:
-            high, best = middle, evaluation
+        tried = _within_limit(graph.evaluate(Candidate(plans[middle])))
+        if isinstance(tried, Found):
+            high, best = middle, tried
         else:
             low = middle + 1
-    return None if best is None else Found(best)
+    return best
+
+
+def _less_recomputed(graph: _CutGraph, coarse: Found[Evaluation[Lowered]] | Unmet) -> list[Chosen]:
+    """The schedules that recompute less than that of a plan; all of them where none fits. The least recomputation is
+    first.
+
+    Args:
+        graph: for which schedules are searched for.
+        coarse: the plan, or what it needs at the least.
+    """
+    chosen = coarse.value.candidate.saved if isinstance(coarse, Found) else coarse.bottleneck.chosen
+    assert isinstance(chosen, Chosen)
+    plans = choices(graph.operations, chosen.limit, 1.0, graph.whole)
+    if isinstance(coarse, Infeasible):
+        return plans
+    return [plan for plan in plans if plan.candidate.seconds < chosen.candidate.seconds]
 
 
 def _send_to_host(
@@ -199,19 +210,13 @@ def _send_to_host(
     Returns:
         the plan, or what needs least of those that were tried; ``None``: there is nothing to try.
     """
-    chosen = coarse.value.candidate.saved if isinstance(coarse, Found) else coarse.bottleneck.chosen
-    assert isinstance(chosen, Chosen)
     if graph.setting.options.stages == "auto":
         # Copies begin and end between stages, and a heavy one, as a loss head, would have all others be as heavy.
         fine = graph.setting.knowing(stage_starts=stage_starts(len(graph.joint.segments)))
         graph = _CutGraph.of(cut(joint, fine), fine)
     graph = dataclasses.replace(graph, setting=dataclasses.replace(graph.setting, room=room))
-    plans = choices(graph.operations, chosen.limit, 1.0, graph.whole)
-    if isinstance(coarse, Found):
-        plans = [plan for plan in plans if plan.candidate.seconds < chosen.candidate.seconds]
-    if not plans:
-        return None
-    return _within_limit(least_recomputed(_some_of(plans, TRIED), graph.evaluate, room))
+    plans = _less_recomputed(graph, coarse)
+    return _within_limit(least_recomputed(_some_of(plans, TRIED), graph.evaluate, room)) if plans else None
 
 
 def following_rotor(joint: JointGraph, setting: Setting) -> Result[Lowered]:
