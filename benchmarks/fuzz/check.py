@@ -562,7 +562,8 @@ def _check_fork(program: Program, references: References, way: Mapping[str, Any]
     call()
     if way.get("trained"):
         if "microbatches" in way:
-            compiled.run.forward_backward(*inputs, loss_fn=loss_of)  # type: ignore[attr-defined]
+            # A program may have no parameters: its loss depends on the inputs.
+            compiled.run.forward_backward(*references.inputs(0), loss_fn=loss_of)  # type: ignore[attr-defined]
         else:
             take_step(compiled.run, net, inputs, seed, use=references.use)
         torch.manual_seed(seed)

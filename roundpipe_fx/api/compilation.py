@@ -163,7 +163,7 @@ class _OnOneDevice(_Compilation):
             return None
         training = lowered.backward is not None
         asked = asked_budget(lowered.joint, self.options, lowered.setting.device)
-        if asked is None or (isinstance(asked, float) and asked == 1.0):
+        if asked is None:
             return None
         operations = lowered.chosen.read_operations if lowered.chosen is not None else None
         name, footprint = self.call_name, lowered.footprint

@@ -142,7 +142,11 @@ class LearnedSteps:
         if new and (over or first):
             self._steps[step.kind] = step
             self.stale = self._replans
-        if outside or (over and not self._warned):
+        # Where everything is kept, the next plan differs in what it says alone.
+        told = (
+            over and not self._warned and not (self._replans and self._asked == 1.0 and isinstance(self._asked, float))
+        )
+        if outside or told:
             self._warned |= over
             self._told_of_outside |= outside
             warnings.warn(self._news(step, peak, budget, first), StepBudgetWarning, stacklevel=2)
