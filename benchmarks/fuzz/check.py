@@ -545,8 +545,10 @@ def _check_fork(program: Program, references: References, way: Mapping[str, Any]
     inputs = [x.detach() for x in inputs]
     with torch.no_grad():
         try:
-            references.make()(*(x.clone() for x in inputs))
-        except Exception as error:  # whatever the program does without gradients, such as a hook on a value
+            count = min(way.get("microbatches", 1), len(inputs[0]))
+            for part in zip(*(x.tensor_split(count) for x in inputs), strict=True):
+                references.make()(*(x.clone() for x in part))
+        except Exception as error:  # whatever the program does without gradients, or with fewer rows
             raise Skip(f"eager without gradients: {type(error).__name__}: {str(error)[:60]}") from None
 
     def call() -> str:

@@ -223,29 +223,44 @@ class ProgramEvents:
         return leaves
 
 
-class _Followed(NamedTuple):
+class FollowedOperation(NamedTuple):
+    """An operation of a stage module.
+
+    Attributes:
+        place: position of its node; -1: it is none of the graph's, but of code that a compiler wrote.
+        reads: storages that it reads.
+        makes: storages that it allocates.
+        workspace: bytes that it allocates beside its results.
+    """
+
+    place: int
+    reads: list[int]
+    makes: list[int]
+    workspace: int
+
+
+class FollowedModule(NamedTuple):
     """A stage module that was followed, with numbers of its own for storages: first of what comes in, then of what it
     allocates.
 
     Attributes:
-        operations: of each the position of its node, what it reads, what it allocates, and the bytes of its workspace.
-            No nodes, which refer to their module: that is forgotten when nobody else has it.
+        operations: in order. No nodes, which refer to their module: that is forgotten when nobody else has it.
         sizes: bytes of what it allocates.
         returns: for each result, its storages.
     """
 
-    operations: list[tuple[int, list[int], list[int], int]]
+    operations: list[FollowedOperation]
     sizes: list[int]
     returns: list[list[int]]
 
 
-_known: weakref.WeakKeyDictionary[fx.GraphModule, dict[tuple[tuple[int, ...], ...], _Followed]] = (
+_known: weakref.WeakKeyDictionary[fx.GraphModule, dict[tuple[tuple[int, ...], ...], FollowedModule]] = (
     weakref.WeakKeyDictionary()
 )
 """By stage module, which equal stages share, and by what comes in."""
 
 
-def _followed(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> _Followed:
+def _followed(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> FollowedModule:
     """Follow a stage module; once, if the same storages come in as before.
 
     Args:
@@ -258,21 +273,22 @@ def _followed(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> _
     return known[pattern]
 
 
-def _follow(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> _Followed:
+def _follow(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> FollowedModule:
     numbers = StorageIds()
     incoming = 1 + max((storage for incoming_leaves in pattern for storage in incoming_leaves), default=OUTSIDE)
     for _ in range(incoming):
         numbers.new_of(0)
     arguments = iter(pattern)
-    operations: list[tuple[int, list[int], list[int], int]] = []
+    operations: list[FollowedOperation] = []
     for place, node in enumerate(module.graph.nodes):
         if node.op == "placeholder":
             numbers.give(node, list(next(arguments)))
         elif node.op == "output":
             returned: Any = node.args[0]
             leaves = [list(numbers.of(item)) if isinstance(item, fx.Node) else [] for item in returned]
-            return _Followed(operations, numbers.sizes[incoming:], leaves)
+            return FollowedModule(operations, numbers.sizes[incoming:], leaves)
         else:
             made = numbers.follow(node)
-            operations.append((place, numbers.reads(node), made, node.meta.get(Mark.WORKSPACE, 0)))
+            workspace = node.meta.get(Mark.WORKSPACE, 0)
+            operations.append(FollowedOperation(place, numbers.reads(node), made, workspace))
     raise AssertionError("a graph without an output")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ __all__ = [
     "graph_module",
     "has_kernel",
     "inductor",
+    "inductor_code",
     "inductor_decomposition",
     "is_traced",
     "without_wrapper",
@@ -103,6 +105,47 @@ def inductor(
         # Only a backward may write over its inputs.
         phase: dict[str, Any] = {"is_inference": False, "is_backward": bool(donated)}
         return compile_fx_inner(lowered, list(example_inputs), cudagraphs=boxed_false(), **phase)
+
+
+def inductor_code(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    decompositions: Mapping[Any, Callable[..., Any]],
+    donated: Collection[int] = (),
+) -> str:
+    """The Python code that Inductor writes for a graph, with kernels that are not compiled.
+
+    Takes a small part of the time of a compilation. Its own caches are left alone, which would keep what cannot run.
+
+    Args:
+        module: the graph.
+        example_inputs: fake ones.
+        decompositions: see :func:`inductor`.
+        donated: see :func:`inductor`.
+
+    Returns:
+        the text of a module with a function, or a method, ``call``, which allocates, frees and calls the kernels.
+    """
+    from unittest import mock
+
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    written: list[str] = []
+    compile_to_module, thread = GraphLowering.compile_to_module, threading.get_ident()
+
+    def write(graph: GraphLowering) -> Any:
+        if threading.get_ident() != thread:
+            return compile_to_module(graph)
+        written.append(graph.codegen()[0].value)
+        return types.SimpleNamespace(call=None, __file__="")
+
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", write),
+        config.patch(force_disable_caches=True),
+    ):
+        inductor(module, example_inputs, decompositions, donated)
+    return written[-1]
 
 
 def inductor_decomposition(node: fx.Node) -> fx.Graph:
