@@ -95,5 +95,15 @@ def write_data(path: Path, header: Mapping[str, str], data: Any) -> None:
         raise
 
 
+def drop_oldest(folder: Path, most: int) -> None:
+    """Delete the files of a folder that were written first, down to a number of them."""
+    files = list(folder.glob("*.json"))
+    if len(files) <= most:
+        return
+    files.sort(key=lambda path: path.stat().st_mtime)
+    for path in files[: len(files) - most]:
+        path.unlink(missing_ok=True)
+
+
 def _digest(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()

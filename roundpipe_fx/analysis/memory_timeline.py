@@ -17,7 +17,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.caching_allocator import NO_HISTORY, CachingAllocator, History
 from roundpipe_fx.analysis.liveness import lifetimes_of
-from roundpipe_fx.analysis.program_events import Course
+from roundpipe_fx.analysis.program_events import CALLER, Course
 from roundpipe_fx.analysis.simulator import levels_of_course
 from roundpipe_fx.ir.joint_graph import Mark, module_path, tensor_values
 from roundpipe_fx.ir.source import line_of, source_of
@@ -106,12 +106,16 @@ def memory_timeline(
     run = course.run
     levels = levels_of_course(course, allocator, owners, history)
     source: dict[str, str] = {}
-    makers: dict[int, fx.Node] = {}
+    makers: dict[int, fx.Node | str] = {}
     moments = []
     for event, level in zip(run.events, levels, strict=True):
         call, node = event.what
-        name, module, line = "loss", "", ""
-        if node is not None:
+        name, module, line = "loss" if call == CALLER else "", "", ""
+        if node is None:
+            for storage in event.makes:
+                made = run.makers[storage]
+                makers[storage] = f"buffer of {made}" if isinstance(made, str) else own_nodes.get(call, {})[made.name]
+        else:
             node = own_nodes.get(call, {}).get(node.name, node)
             makers.update(dict.fromkeys(event.makes, node) | _items(node, event.makes))
             name = node.name
@@ -125,7 +129,9 @@ def memory_timeline(
             continue
         name = origin = _INCOMING
         module = line = ""
-        if maker is not None:
+        if isinstance(maker, str):
+            name = origin = maker
+        elif maker is not None:
             name, origin = maker.name, str(maker.meta.get(Mark.ORIGIN, maker.name))
             module, line = _origin(maker, source)
         values.append(

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import fx
@@ -26,7 +27,7 @@ from torch import fx
 from roundpipe_fx.analysis.liveness import Event
 from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
-from roundpipe_fx.codegen import Program
+from roundpipe_fx.codegen import Program, StageModule
 from roundpipe_fx.ir.joint_graph import Mark, is_sum, tensor_values
 from roundpipe_fx.torch_private import offload_operators
 
@@ -94,6 +95,7 @@ def course_of(
     updates: Collection[int] = (),
     outside: int = 0,
     sums: bool = False,
+    follow: Follow | None = None,
 ) -> Course:
     """Follow both programs once.
 
@@ -105,8 +107,9 @@ def course_of(
         updates: numbers of the results that the caller copies into inputs and frees when the forward is over.
         outside: bytes that are allocated elsewhere from the loss until the backward is over.
         sums: whether the backward finds accumulated gradients of earlier microbatches.
+        follow: follows stage modules that were compiled; ``None``: as their operations run one after the other.
     """
-    run = ProgramEvents(granularity)
+    run = ProgramEvents(granularity, follow)
     results = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
     outputs = results[: forward.outputs]
     copied = [storage for place in updates for storage in results[place]]
@@ -128,7 +131,7 @@ def course_of(
         inputs = {**saved, **summed, **arrived}
         loss_gradient = run.numbers.new_of(lasting_bytes(tangents, granularity) + outside)
         arriving[len(run.events)] = [loss_gradient, *(storage for leaves in arrived.values() for storage in leaves)]
-        gradients = run.program(backward, [inputs[node] for node in backward.inputs])
+        gradients = run.program(backward, [inputs[node] for node in backward.inputs], held=lasting)
         lasting += [loss_gradient, *(storage for node in tangents for storage in arrived.get(node, ()))]
         lasting += [storage for leaves in gradients for storage in leaves]
     kept = {storage for leaves in outputs for storage in leaves if storage != OUTSIDE} - set(copied)
@@ -146,26 +149,45 @@ def course_of(
     )
 
 
+Follow: TypeAlias = Callable[[StageModule, Sequence[Sequence[int]], Collection[int]], "FollowedModule | None"]
+"""Follows a stage module, given the storages of its inputs, numbered in the order in which they come in, and the
+positions of inputs that nothing refers to but the call; ``None``: it cannot be followed."""
+
+
 class ProgramEvents:
     """Follows programs and records their operations as events.
+
+    Args:
+        granularity: bytes that the device's allocator rounds sizes up to.
+        follow: see :func:`course_of`.
 
     Attributes:
         numbers: the storages, and their sizes.
         events: of all programs so far; each names the stage module and the node.
-        makers: by storage, the node that allocates it.
+        makers: by storage, the node that allocates it, or the name of the stage module whose code does.
         calls: the calls of stage modules, in order.
     """
 
-    def __init__(self, granularity: int) -> None:
+    def __init__(self, granularity: int, follow: Follow | None = None) -> None:
+        self._follow = follow
         self.numbers = StorageIds(granularity)
         self.events: list[Event] = []
-        self.makers: dict[int, fx.Node] = {}
+        self.makers: dict[int, fx.Node | str] = {}
         self.calls: list[FollowedCall] = []
         self._stream = 0
 
-    def program(self, program: Program, inputs: list[list[int]]) -> list[list[int]]:
-        """Follow a program on inputs given by their storages; returns the storages of its results."""
-        modules = {call.name: call.module for call in program.calls}
+    def program(self, program: Program, inputs: list[list[int]], held: Collection[int] = ()) -> list[list[int]]:
+        """Follow a program.
+
+        Args:
+            program: the program.
+            inputs: of each the storages.
+            held: storages that others refer to.
+
+        Returns:
+            the storages of its results.
+        """
+        modules = {call.name: call for call in program.calls}
         graph = program.module.graph
         values: dict[fx.Node, list[int]] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
         for node in graph.nodes:
@@ -176,7 +198,8 @@ class ProgramEvents:
             if node.op != "call_module":
                 continue
             arguments: Any = node.args[0]
-            results = self._call(str(node.target), modules[str(node.target)], [values[item] for item in arguments])
+            dying = _dying(node, values, {*held, OUTSIDE}) if self._follow is not None else ()
+            results = self._call(modules[str(node.target)], [values[item] for item in arguments], dying)
             for item in node.users:
                 if item.op == "call_function" and len(item.args) == 2 and item.args[0] is node:
                     values[item] = results[int(item.args[1])]
@@ -199,8 +222,8 @@ class ProgramEvents:
         reads = [storage for operand in operands for storage in values[operand] if storage != OUTSIDE]
         self.events.append(Event((COPIES, node), list(dict.fromkeys(reads)), made, stream=self._stream))
 
-    def _call(self, name: str, module: fx.GraphModule, arguments: list[list[int]]) -> list[list[int]]:
-        start = len(self.events)
+    def _call(self, call: StageModule, arguments: list[list[int]], dying: Collection[int]) -> list[list[int]]:
+        name, module, start = call.name, call.module, len(self.events)
         storages: dict[int, int] = {}
         pattern = tuple(
             [
@@ -208,19 +231,39 @@ class ProgramEvents:
                 for leaves_of in arguments
             ]
         )
-        followed = _followed(module, pattern)
+        compiled = self._follow(call, pattern, dying) if self._follow is not None else None
+        followed = compiled or _followed(module, pattern)
         of = [*storages, *(self.numbers.new_of(size) for size in followed.sizes)]
         nodes = [*module.graph.nodes]
         for place, reads, makes, workspace in followed.operations:
-            node = nodes[place]
+            node = nodes[place] if place >= 0 else None
             made = [of[local] for local in makes]
             for storage in made:
-                self.makers[storage] = node
+                self.makers[storage] = node or name
             event = Event((name, node), [of[local] for local in reads], made, workspace=workspace, stream=self._stream)
             self.events.append(event)
         leaves = [[local if local == OUTSIDE else of[local] for local in of_result] for of_result in followed.returns]
+        if compiled is not None:
+            for returned, of_result in zip(module.graph.output_node().args[0], leaves, strict=True):  # type: ignore
+                self.makers.update(dict.fromkeys(set(of_result) - {OUTSIDE}, returned))
         self.calls.append(FollowedCall(name, set(storages), start, len(self.events), leaves))
         return leaves
+
+
+def _dying(call: fx.Node, values: Mapping[fx.Node, list[int]], held: Collection[int]) -> list[int]:
+    """Positions of the arguments of a call that nothing refers to but the call."""
+    arguments: Any = call.args[0]
+    later = set(held)
+    for value, leaves in values.items():
+        if value not in arguments and any(user >= call for user in value.users):
+            later.update(leaves)
+    count = Counter(storage for item in arguments for storage in set(values[item]))
+    return [
+        place
+        for place, item in enumerate(arguments)
+        if all(user <= call for user in item.users)
+        and all(storage not in later and count[storage] == 1 for storage in values[item])
+    ]
 
 
 class FollowedOperation(NamedTuple):

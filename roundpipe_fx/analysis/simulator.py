@@ -8,8 +8,9 @@ workspaces of kernels (:mod:`roundpipe_fx.analysis.cost.workspace`). New values 
 are freed when the forward is over and the caller has copied them. Parameters and the user's inputs do not count. On
 CUDA the caching allocator is simulated (:mod:`roundpipe_fx.analysis.caching_allocator`).
 
-Fusion by a stage compiler is not modelled. Data-dependent sizes count with the values assumed for them
-(:func:`roundpipe_fx.torch_private.size_hint`).
+Stages that Inductor compiles are followed by the code that it writes, where that was asked for
+(:mod:`roundpipe_fx.analysis.wrapper_memory`); otherwise fusion is not modelled. Data-dependent sizes count with the
+values assumed for them (:func:`roundpipe_fx.torch_private.size_hint`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import fx
 from roundpipe_fx.analysis.caching_allocator import NO_HISTORY, ROUNDED_TO, CachingAllocator, History
 from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.analysis.liveness import levels_of, peak_of
-from roundpipe_fx.analysis.program_events import Course
+from roundpipe_fx.analysis.program_events import CALLER, Course
 from roundpipe_fx.analysis.step_of_calls import Footprint, footprint_of
 from roundpipe_fx.ir.decisions import LiveValue, PeakMoment
 from roundpipe_fx.ir.joint_graph import module_path, tensor_values
@@ -78,7 +79,7 @@ def peak_of_course(
     name, module = (node.name, module_path(node, module_path_text)) if node is not None else ("", "")
     line = line_of(node) if node is not None else ""
     workspace = run.events[peak.position].workspace if peak.position >= 0 else 0
-    if node is None and workspace:
+    if call == CALLER and workspace:
         name = "loss"
         live = sorted([*live, LiveValue("loss outside", "", workspace)], key=lambda value: -value.bytes)
     elif workspace:
@@ -136,8 +137,10 @@ def footprint_of_course(course: Course, owners: Sequence[int | None] = (), beyon
     )
 
 
-def _live(maker: fx.Node | None, size: int, gradient: bool) -> LiveValue:
+def _live(maker: fx.Node | str | None, size: int, gradient: bool) -> LiveValue:
     if maker is None:
         return LiveValue("incoming gradient", "", size)
+    if isinstance(maker, str):
+        return LiveValue(f"buffer of {maker}", "", size)
     module = module_path(maker, module_path_text)
     return LiveValue(maker.name, module, size, gradient, "" if module else line_of(maker))

@@ -13,7 +13,7 @@ from torch import fx
 from roundpipe_fx.analysis.allocator_histories import histories_of
 from roundpipe_fx.analysis.caching_allocator import CachingAllocator, History
 from roundpipe_fx.analysis.outside_loss import returned_view_bytes
-from roundpipe_fx.analysis.program_events import Course, course_of
+from roundpipe_fx.analysis.program_events import Course, Follow, FollowedModule, course_of
 from roundpipe_fx.analysis.simulator import allocation_granularity, footprint_of_course, peak_of_course
 from roundpipe_fx.analysis.step_of_calls import Footprint
 from roundpipe_fx.codegen import Program, StageModule
@@ -44,6 +44,7 @@ class Lowered:
         sizes: the largest sizes that it holds for, by input and dimension, before they are guarded: a guard makes a
             constant of a size that may only be what it is.
         assumed: sizes that depend on data, by symbol.
+        follow: follows stage modules by the code that their compiler writes; ``None``: as operations run one by one.
     """
 
     joint: JointGraph
@@ -57,6 +58,7 @@ class Lowered:
     tangents: Collection[fx.Node]
     sizes: Mapping[str, int]
     assumed: Mapping[str, int]
+    follow: Follow | None = None
 
     @property
     def stage_compiler(self) -> StageCompiler:
@@ -110,9 +112,15 @@ class Lowered:
         """Numbers of the inputs that are parameters or buffers."""
         return frozenset(place for place, node in enumerate(self.forward.inputs) if node in self.joint.parameters)
 
+    def followed_by(self, follow: Follow) -> Lowered:
+        """The same, whose peak is that of the code that the stages' compiler writes."""
+        return dataclasses.replace(self, follow=follow if self.runs_in_order else _donating_nothing(follow))
+
     @functools.cached_property
     def _course(self) -> Course:
-        return course_of_programs(self.joint, self.forward, self.backward, self.tangents, self.setting.device)
+        """What the programs do to memory in a step of one call."""
+        joint, device = self.joint, self.setting.device
+        return course_of_programs(joint, self.forward, self.backward, self.tangents, device, self.follow)
 
     @functools.cached_property
     def call_peak(self) -> PeakMoment:
@@ -142,7 +150,12 @@ class Lowered:
 
 
 def course_of_programs(
-    joint: JointGraph, forward: Program, backward: Program | None, tangents: Collection[fx.Node], device: torch.device
+    joint: JointGraph,
+    forward: Program,
+    backward: Program | None,
+    tangents: Collection[fx.Node],
+    device: torch.device,
+    follow: Follow | None = None,
 ) -> Course:
     """The course of a step of one call.
 
@@ -152,10 +165,18 @@ def course_of_programs(
         backward: its backward program, if it has one.
         tangents: the incoming gradients that a step is expected to pass.
         device: the device that was compiled for.
+        follow: see :func:`roundpipe_fx.analysis.program_events.course_of`.
     """
     granularity = allocation_granularity(device)
     outside = returned_view_bytes(joint, granularity)
-    return course_of(forward, backward, tangents, granularity, updates=joint.updates, outside=outside)
+    return course_of(forward, backward, tangents, granularity, updates=joint.updates, outside=outside, follow=follow)
+
+
+def _donating_nothing(follow: Follow) -> Follow:
+    def followed(call: StageModule, storages: Sequence[Sequence[int]], dying: Collection[int]) -> FollowedModule | None:
+        return follow(call, storages, ())
+
+    return followed
 
 
 def trained_inputs(joint: JointGraph) -> list[int]:

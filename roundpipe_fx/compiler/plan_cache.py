@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from roundpipe_fx.analysis.cost import CostModel
-from roundpipe_fx.analysis.data_files import cache_folder, is_on, read_data, versions, write_data
+from roundpipe_fx.analysis.data_files import cache_folder, drop_oldest, is_on, read_data, versions, write_data
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.compiler.plan_key import NotPlainError, describe_device, describe_graph
 from roundpipe_fx.ir.joint_graph import JointGraph
@@ -127,7 +127,7 @@ class PlanFile:
         }
         try:
             write_data(self.path, _header(), data)
-            _drop_oldest(self.path.parent)
+            drop_oldest(self.path.parent, _MOST_FILES)
         except OSError as error:
             log.warning("the plan is not cached: %s", error)
 
@@ -182,12 +182,3 @@ def _seconds(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value < float("inf"):
         raise ValueError(f"{value!r} is not a number of seconds")
     return float(value)
-
-
-def _drop_oldest(folder: Path) -> None:
-    files = list(folder.glob("*.json"))
-    if len(files) <= _MOST_FILES:
-        return
-    files.sort(key=lambda path: path.stat().st_mtime)
-    for path in files[: len(files) - _MOST_FILES]:
-        path.unlink(missing_ok=True)

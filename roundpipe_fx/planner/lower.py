@@ -24,10 +24,12 @@ from roundpipe_fx.compiler.plan_cache import CachedPlan, PlanFile, Recalled, pla
 from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes
 from roundpipe_fx.compiler.schedule_data import schedule_as_data, schedule_from_data
 from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.compiler.values_on_host import wants_host
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.recompute_marks import budget_of_region
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
+from roundpipe_fx.planner.judged_by_code import by_code, has_code, search_by_code
 from roundpipe_fx.planner.program_within_budget import PROGRAMS, following_rotor
 from roundpipe_fx.planner.search import search
 from roundpipe_fx.planner.tiled_frontier import plans_in_tiles
@@ -112,7 +114,10 @@ def lower(
 
 def _searched(joint: JointGraph, budget: int | float, setting: Setting) -> Result[Lowered]:
     """The programs of the quickest plan, or what the user is told."""
-    result = search(joint, budget, setting, PROGRAMS)
+    if has_code(setting) and not wants_host(joint, setting.device.type):
+        result = search_by_code(joint, budget, setting)
+    else:
+        result = search(joint, budget, setting, PROGRAMS)
     if isinstance(result, Found):
         return Found(result.value.emitted)
     wants_sizes = setting.options.tiling != "never" and bool(input_sizes(joint.module))
@@ -275,6 +280,8 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
     room = min(cached.room, host_room(setting.options.host_budget, on_paper=setting.options.device_name is not None))
     looking = dataclasses.replace(_looking_in_tiles(joint, setting), sent=cached.sent, room=room)
     lowered = emit(copy, looking.knowing(schedule=schedule), chosen=recalled)
+    if has_code(setting):
+        lowered = by_code(lowered)
     if lowered.lasting_peak != cached.peak:
         raise ValueError(f"its programs peak at {lowered.lasting_peak} bytes, not {cached.peak}")
     if lowered.peak.bytes > cached.limit:

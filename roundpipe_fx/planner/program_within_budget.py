@@ -42,7 +42,7 @@ _REPLANNING = "the programs exceed the budget by %d bytes more than was planned;
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CutGraph:
+class CutProgram:
     """A graph that is cut into stages, for which plans are made.
 
     Attributes:
@@ -60,7 +60,7 @@ class _CutGraph:
     setting: Setting
 
     @classmethod
-    def of(cls, joint: JointGraph, setting: Setting) -> _CutGraph:
+    def of(cls, joint: JointGraph, setting: Setting) -> CutProgram:
         """That of a graph with segments."""
         step = with_gradients(setting.step, joint)
         shared = without_common_subexpressions(joint, setting) if setting.options.rotor is None else None
@@ -117,7 +117,7 @@ def _within(
     on_host = None
     if runs and room and not wanted and setting.step is None and has_host(setting.device):
         on_host = uncut(joint)
-    graph = _CutGraph.of(cut(joint, setting), setting)
+    graph = CutProgram.of(cut(joint, setting), setting)
     operations = graph.operations
     if limit is not None and not wanted:
         least = least_bytes(operations)
@@ -134,7 +134,7 @@ def _within(
     return cut_finer(coarse, lambda: _send_to_host(on_host, graph, coarse, room))
 
 
-def _save_less(graph: _CutGraph, budget: int | float) -> Found[Evaluation[Lowered]] | Unmet:
+def _save_less(graph: CutProgram, budget: int | float) -> Found[Evaluation[Lowered]] | Unmet:
     """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used.
 
     Args:
@@ -154,7 +154,7 @@ def _save_less(graph: _CutGraph, budget: int | float) -> Found[Evaluation[Lowere
         margin += excess
 
 
-def _recompute_less(graph: _CutGraph, coarse: Found[Evaluation[Lowered]] | Unmet) -> Found[Evaluation[Lowered]] | None:
+def _recompute_less(graph: CutProgram, coarse: Found[Evaluation[Lowered]] | Unmet) -> Found[Evaluation[Lowered]] | None:
     """A plan that recomputes less than one that was chosen by its operations, or fits where none of these does.
 
     The programs of stages that a compiler fuses save less than was planned (``passes/fused_recompute.py``).
@@ -180,7 +180,7 @@ def _recompute_less(graph: _CutGraph, coarse: Found[Evaluation[Lowered]] | Unmet
     return best
 
 
-def _less_recomputed(graph: _CutGraph, coarse: Found[Evaluation[Lowered]] | Unmet) -> list[Chosen]:
+def _less_recomputed(graph: CutProgram, coarse: Found[Evaluation[Lowered]] | Unmet) -> list[Chosen]:
     """The schedules that recompute less than that of a plan; all of them where none fits. The least recomputation is
     first.
 
@@ -197,7 +197,7 @@ def _less_recomputed(graph: _CutGraph, coarse: Found[Evaluation[Lowered]] | Unme
 
 
 def _send_to_host(
-    joint: JointGraph, graph: _CutGraph, coarse: Found[Evaluation[Lowered]] | Unmet, room: int
+    joint: JointGraph, graph: CutProgram, coarse: Found[Evaluation[Lowered]] | Unmet, room: int
 ) -> Found[Evaluation[Lowered]] | Unmet | None:
     """A plan that recomputes less than one without values on the host, or fits where none does without.
 
@@ -213,7 +213,7 @@ def _send_to_host(
     if graph.setting.options.stages == "auto":
         # Copies begin and end between stages, and a heavy one, as a loss head, would have all others be as heavy.
         fine = graph.setting.knowing(stage_starts=stage_starts(len(graph.joint.segments)))
-        graph = _CutGraph.of(cut(joint, fine), fine)
+        graph = CutProgram.of(cut(joint, fine), fine)
     graph = dataclasses.replace(graph, setting=dataclasses.replace(graph.setting, room=room))
     plans = _less_recomputed(graph, coarse)
     return _within_limit(least_recomputed(_some_of(plans, TRIED), graph.evaluate, room)) if plans else None
@@ -226,7 +226,7 @@ def following_rotor(joint: JointGraph, setting: Setting) -> Result[Lowered]:
         joint: an annotated graph, which is not cut.
         setting: what else there is to know.
     """
-    rotor, graph = setting.options.rotor, _CutGraph.of(cut(joint, setting), setting)
+    rotor, graph = setting.options.rotor, CutProgram.of(cut(joint, setting), setting)
     assert rotor is not None
     limit, margin, operations = int(rotor.limit * setting.share), 0, graph.operations
     while True:

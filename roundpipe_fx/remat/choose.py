@@ -89,9 +89,9 @@ def choose(
     return chosen(lowest, limit, fits=not tried and lowest.peak.bytes <= limit)
 
 
-def choices(graph: OperationGraph, budget: int, share: float, whole: OperationGraph | None) -> list[Chosen]:
+def choices(graph: OperationGraph, budget: int | float, share: float, whole: OperationGraph | None) -> list[Chosen]:
     """All schedules, each as if it was chosen, the least recomputation first: where emitted programs need less than is
-    simulated here, since values leave the device. Arguments as for :func:`choose`."""
+    simulated here, since values leave the device or are fused. Arguments as for :func:`choose`."""
     candidates, limit, kept, followed = _candidates(graph, budget, share, 0, whole)
     frontier = tuple((candidate.peak.bytes, candidate.seconds) for candidate in candidates)
     return [

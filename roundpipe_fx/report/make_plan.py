@@ -21,6 +21,7 @@ from roundpipe_fx.analysis.allocator_histories import histories_of
 from roundpipe_fx.analysis.caching_allocator import CachingAllocator, History
 from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data, learned_name
 from roundpipe_fx.analysis.memory_timeline import memory_timeline
+from roundpipe_fx.analysis.program_events import Follow
 from roundpipe_fx.analysis.simulator import peak_of_course, worst_history
 from roundpipe_fx.codegen import Program, StageModule, own_nodes
 from roundpipe_fx.compiler.lowered import Lowered, course_of_programs, trained_inputs
@@ -66,6 +67,7 @@ def plan_of(lowered: Lowered) -> Plan:
             lowered.tangents,
             setting.device,
             setting.histories,
+            lowered.follow,
         ),
         read_in_tiles=setting.read_in_tiles,
         tiles=planned_tiles(joint),
@@ -80,10 +82,11 @@ def _emitted_step(
     tangents: Collection[fx.Node],
     device: torch.device,
     now: Sequence[History],
+    follow: Follow | None,
 ) -> EmittedStep:
     """Read the step off its programs, which is done when somebody looks at the plan."""
     nodes = own_nodes(joint, modules)
-    course = course_of_programs(joint, forward, backward, tangents, device)
+    course = course_of_programs(joint, forward, backward, tangents, device, follow)
     histories = *histories_of(device, peak_of_course(course).bytes), *now
     memory = memory_timeline(course, nodes)
     if histories:

@@ -69,7 +69,8 @@ def _moment(peak: PeakMoment) -> str:
         return "at the beginning"
     module = f" of {peak.module}" if peak.module else ""
     line = f" ({peak.line})" if peak.line else ""
-    return f"in {peak.call} at {peak.value}{module}{line}"
+    at = f" at {peak.value}" if peak.value else ""
+    return f"in {peak.call}{at}{module}{line}"
 
 
 def _counted(count: int, noun: str) -> str:

@@ -24,7 +24,7 @@ from roundpipe_fx.runtime.expanded_inputs import by_arrival
 from roundpipe_fx.runtime.loss_gradients import DECOMPOSITIONS
 from roundpipe_fx.runtime.observers import profile_operators
 
-__all__ = ["COMPILING", "Boxed", "compile_stage", "compile_stages"]
+__all__ = ["COMPILING", "Boxed", "compile_stage", "compile_stages", "computed_inputs", "unboxed"]
 
 COMPILING = torch_private.ForkedLock()
 """Held by a worker that compiles within a step: all share the fake tensors of a graph, whose state is of one thread."""
@@ -54,7 +54,7 @@ def compile_stages(
     for module in progress([*modules], "compiling stages"):
         donated: Sequence[int] = ()
         if in_order and compiler == "inductor" and module.phase is not Phase.FORWARD:
-            donated = donatable(module.module, _computed(module))
+            donated = donatable(module.module, computed_inputs(module))
         key = f"{module.fingerprint} {donated}" if donated else module.fingerprint
         if key not in cache:
             graph_module = module.module
@@ -65,7 +65,7 @@ def compile_stages(
     return ready
 
 
-def _computed(module: StageModule) -> list[int]:
+def computed_inputs(module: StageModule) -> list[int]:
     """Positions of the inputs that other stage modules compute."""
     return [place for place, node in enumerate(module.inputs) if node.op != "placeholder"]
 
@@ -105,17 +105,17 @@ def _compiled(graph_module: fx.GraphModule, compiler: StageCompiler, donated: Co
     if compiler == "eager":
         return eager_stage(graph_module)
     examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
-    unboxed = functional_sums(_unboxed(graph_module))
-    loops = opaque_loops(unboxed, lambda body: _compiled(body, compiler))
+    module = functional_sums(unboxed(graph_module))
+    loops = opaque_loops(module, lambda body: _compiled(body, compiler))
     if compiler == "inductor":
-        function = from_zero(graph_module, _boxed(torch_private.inductor(unboxed, examples, DECOMPOSITIONS, donated)))
+        function = from_zero(graph_module, _boxed(torch_private.inductor(module, examples, DECOMPOSITIONS, donated)))
     else:
         assert callable(compiler)
-        function = from_zero(graph_module, _boxed(compiler(unboxed, examples)))
+        function = from_zero(graph_module, _boxed(compiler(module, examples)))
     return _holding(function, loops)
 
 
-def _unboxed(module: fx.GraphModule) -> fx.GraphModule:
+def unboxed(module: fx.GraphModule) -> fx.GraphModule:
     """The same graph with ordinary positional arguments, as compilers expect it."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))

@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef as StorageReference
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
+    "StorageReference",
     "TorchDispatchMode",
     "active_dispatch_modes",
     "conjugates_resolved",
     "dispatch_mode_flags",
     "dispatch_modes",
+    "fake_mode",
     "fakes_on",
     "inner_tensors",
     "set_dispatch_mode_flags",
@@ -70,6 +73,13 @@ def dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
+        yield
+
+
+@contextlib.contextmanager
+def fake_mode() -> Iterator[None]:
+    """Context manager that makes new tensors fake, whatever modes are active outside."""
+    with without_modes(), FakeTensorMode():
         yield
 
 

@@ -1,0 +1,167 @@
+"""Wrapper memory: what the code that Inductor writes for a stage module does to memory.
+
+Inductor orders operations, fuses them into kernels and lets results overwrite what dies; what it decided stands in the
+*wrapper*, the Python function that calls the kernels::
+
+    buf0 = empty_strided_cpu((1024, 256), (256, 1), torch.float32)     allocates
+    cpp_fused_0(arg0_1, buf0)
+    del arg0_1                                                         frees
+    buf1 = buf0; del buf0  # reuse
+    extern_kernels.mm(arg1_1, buf1, out=buf2)
+
+The wrapper is run on fake tensors, with kernels that do nothing. A dispatch mode sees what is allocated, and weak
+references to the storages see what is freed::
+
+    event 0   makes buf0
+    event 1   makes buf2     reads buf0, which is gone before event 2
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from roundpipe_fx.analysis.program_events import FollowedModule, FollowedOperation
+from roundpipe_fx.analysis.storage_ids import OUTSIDE
+from roundpipe_fx.torch_private import StorageReference, TorchDispatchMode, fake_mode, tree_leaves
+
+_COMPILER = "torch._inductor.async_compile"
+"""Imports from this module make kernels."""
+_ALLOCATES = "empty_strided_"
+
+
+class Layout(NamedTuple):
+    """What a tensor that is passed in is like."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def follow_wrapper(
+    code: str, inputs: Sequence[Any], workspaces: Mapping[str, int], storages: Sequence[Sequence[int]]
+) -> FollowedModule:
+    """Run a wrapper without its kernels, and note what it allocates and frees.
+
+    Args:
+        code: Inductor's, of a module.
+        inputs: what the function is called with: layouts of tensors, and numbers.
+        workspaces: bytes that operators allocate beside their results, by name.
+        storages: for each input, the numbers of its storages, in the order in which they come in.
+
+    Raises:
+        Exception: whatever the code raises where it needs numbers that fake tensors do not have.
+    """
+    events = _StorageEvents(workspaces)
+    with fake_mode():
+        arguments: list[Any] = []
+        for value, leaves in zip(inputs, storages, strict=True):
+            if not isinstance(value, Layout):
+                arguments.append(value)
+                continue
+            arguments.append(torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device))
+            events.comes_in(arguments[-1], leaves[0])
+        function = _loaded(code)
+        with events:
+            returned = function(arguments)
+            events.poll()
+            leaves_of = [[events.number(value)] if isinstance(value, torch.Tensor) else [] for value in returned]
+    return FollowedModule(events.operations, events.sizes, leaves_of)
+
+
+class _StorageEvents(TorchDispatchMode):
+    """Records storages as they are made and freed. Each operation is an event that reads what is gone before the next."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, workspaces: Mapping[str, int]) -> None:
+        super().__init__()
+        self.operations = [FollowedOperation(-1, [], [], 0)]
+        self.sizes: list[int] = []
+        self._workspaces = workspaces
+        self._incoming = 0
+        self._alive: dict[int, tuple[StorageReference, int]] = {}
+
+    def comes_in(self, value: torch.Tensor, number: int) -> None:
+        storage = value.untyped_storage()
+        self._incoming = max(self._incoming, number + 1)
+        self._alive[storage._cdata] = StorageReference(storage), number
+
+    def number(self, value: torch.Tensor) -> int:
+        return self._alive[value.untyped_storage()._cdata][1]
+
+    def poll(self) -> None:
+        for key, (reference, number) in list(self._alive.items()):
+            if reference.expired():
+                del self._alive[key]
+                if number != OUTSIDE:
+                    self.operations[-1].reads.append(number)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.poll()
+        results = func(*args, **(kwargs or {}))
+        made = []
+        for value in tree_leaves(results):
+            if not isinstance(value, torch.Tensor):
+                continue
+            storage = value.untyped_storage()
+            if storage._cdata not in self._alive:
+                number = self._incoming + len(self.sizes)
+                self.sizes.append(storage.nbytes())
+                self._alive[storage._cdata] = StorageReference(storage), number
+                made.append(number)
+        workspace = self._workspaces.get(func.name(), 0)
+        if made or workspace:
+            self.operations.append(FollowedOperation(-1, [], made, workspace))
+        return results
+
+
+def _loaded(code: str) -> Callable[[list[Any]], Sequence[Any]]:
+    """The function ``call`` of a wrapper's code, whose kernels do nothing."""
+    tree = ast.parse(code)
+    tree.body = [line for line in tree.body if not (isinstance(line, ast.ImportFrom) and line.module == _COMPILER)]
+    tree.body = [line for line in tree.body if not isinstance(line, ast.If)]
+    names: dict[str, Any] = {"AsyncCompile": _Kernels, "__name__": "wrapper"}
+    exec(compile(tree, "wrapper", "exec"), names)
+    for name in [*names]:
+        if name.startswith(_ALLOCATES):
+            names[name] = _allocating(name.removeprefix(_ALLOCATES).partition("_")[0])
+    names |= {"assert_size_stride": _nothing, "assert_alignment": _nothing, "reinterpret_tensor": _reinterpreted}
+    call: Callable[[list[Any]], Sequence[Any]] = names["call"]
+    return call
+
+
+class _Kernels:
+    """Stands for what compiles kernels: each is a function that does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return _kernel
+
+    def wait(self, names: dict[str, Any]) -> None:
+        """Nothing is compiled."""
+
+
+def _kernel(*_: Any, **__: Any) -> Callable[..., Any]:
+    return _nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stands for a kernel."""
+
+
+_nothing.run = _nothing  # type: ignore[attr-defined]  # kernels of Triton's are run so
+
+
+def _allocating(device: str) -> Callable[..., torch.Tensor]:
+    def allocate(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+    return allocate
+
+
+def _reinterpreted(value: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
+    return value.as_strided(shape, stride, value.storage_offset() + offset)

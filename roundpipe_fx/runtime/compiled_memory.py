@@ -1,0 +1,142 @@
+"""Compiled memory: what stage modules do to memory when Inductor has compiled them.
+
+Read off the code that Inductor writes for a stage module (:mod:`roundpipe_fx.analysis.wrapper_memory`), before its
+kernels are compiled. That takes as long as Inductor takes to write it, so what was read is kept on disk, by the stage's
+fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.data_files import cache_folder, drop_oldest, is_on, read_data, versions, write_data
+from roundpipe_fx.analysis.program_events import FollowedModule, FollowedOperation
+from roundpipe_fx.analysis.wrapper_memory import Layout, follow_wrapper
+from roundpipe_fx.codegen import StageModule
+from roundpipe_fx.ir.joint_graph import Mark, Phase
+from roundpipe_fx.ir.tile_loop import TileLoop
+from roundpipe_fx.operators.gradient_sums import SUMMING
+from roundpipe_fx.runtime.compiled_loops import opaque_loops
+from roundpipe_fx.runtime.donated_inputs import donatable
+from roundpipe_fx.runtime.loss_gradients import DECOMPOSITIONS
+from roundpipe_fx.runtime.stage_compiler import computed_inputs, unboxed
+from roundpipe_fx.torch_private import inductor_code, size_hint
+
+log = logging.getLogger(__name__)
+
+_FORMAT = "roundpipe_fx compiled memory 1"
+_MOST_FILES = 4000
+_MOST_KNOWN = 4000
+_known: dict[str, FollowedModule | None] = {}
+
+
+def follow_compiled(
+    call: StageModule, storages: Sequence[Sequence[int]], dying: Collection[int] = (), beyond: int = 0
+) -> FollowedModule | None:
+    """Follow the code that Inductor writes for a stage module.
+
+    Args:
+        call: the stage module.
+        storages: for each input, its storages, numbered in the order in which they come in.
+        dying: positions of inputs that nothing refers to but the call.
+        beyond: bytes that compiled stages have been seen to hold beyond what is known of them, counted in workspaces.
+
+    Returns:
+        what the code allocates and frees; ``None``: that cannot be read, and the reason is logged.
+    """
+    nodes = [*call.module.graph.nodes]
+    if any(node.target in SUMMING for node in nodes) or any(len(leaves) > 1 for leaves in storages):
+        return None
+    donated: list[int] = []
+    if dying and call.phase is not Phase.FORWARD:
+        donated = [place for place in donatable(call.module, computed_inputs(call)) if place in dying]
+    inputs = [_with_numbers(node.meta["val"]) for node in nodes if node.op == "placeholder"]
+    workspaces: dict[str, int] = {}
+    for node in nodes:
+        size = node.meta.get(Mark.WORKSPACE, 0) - beyond
+        if size > 0:
+            name = _operator_name(node)
+            workspaces[name] = max(workspaces.get(name, 0), size)
+    text = f"{call.fingerprint} {donated} {[[*leaves] for leaves in storages]} {inputs} {sorted(workspaces.items())}"
+    key = hashlib.sha256(text.encode()).hexdigest()[:32]
+    if key not in _known:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = _read(key)
+        if _known[key] is None:
+            _known[key] = _follow(call, storages, donated, inputs, workspaces)
+            _write(key, _known[key])
+    followed = _known[key]
+    if followed is None or not beyond:
+        return followed
+    operations = [one._replace(workspace=one.workspace + beyond) for one in followed.operations]
+    return followed._replace(operations=operations)
+
+
+def _follow(
+    call: StageModule,
+    storages: Sequence[Sequence[int]],
+    donated: Sequence[int],
+    inputs: Sequence[Any],
+    workspaces: Mapping[str, int],
+) -> FollowedModule | None:
+    examples = [node.meta["val"] for node in call.module.graph.find_nodes(op="placeholder")]
+    module = unboxed(call.module)
+    loops = opaque_loops(module, lambda body: _not_called)
+    try:
+        code = inductor_code(module, examples, DECOMPOSITIONS, donated)
+        return follow_wrapper(code, inputs, workspaces, storages)
+    except Exception as error:  # of code that reads numbers, or has constants
+        log.info("the memory of %s is not read off Inductor's code: %s: %s", call.name, type(error).__name__, error)
+        return None
+    finally:
+        loops.clear()  # held as long as fake ones are called
+
+
+def _not_called(arguments: list[Any]) -> tuple[Any, ...]:
+    raise AssertionError("a loop's body, where only code is written")
+
+
+def _operator_name(node: fx.Node) -> str:
+    """The name of the operator that compiled code calls."""
+    if isinstance(node.target, TileLoop):
+        return "roundpipe_fx::tile_loop"
+    return node.target.name() if isinstance(node.target, torch._ops.OperatorBase) else ""
+
+
+def _with_numbers(value: Any) -> Layout | Any:
+    """An input of the numbers that a plan is made for."""
+    if isinstance(value, torch.Tensor):
+        shape, stride = (tuple(map(size_hint, sizes)) for sizes in (value.shape, value.stride()))
+        return Layout(shape, stride, value.dtype, value.device)
+    return size_hint(value) if isinstance(value, (int, torch.SymInt)) else value
+
+
+def _read(key: str) -> FollowedModule | None:
+    if not is_on():
+        return None
+    try:
+        operations, sizes, returns = read_data(_path(key), {"format": _FORMAT, **versions()})
+    except (OSError, ValueError, TypeError):
+        return None
+    return FollowedModule([FollowedOperation(*operation) for operation in operations], sizes, returns)
+
+
+def _write(key: str, followed: FollowedModule | None) -> None:
+    if followed is None or not is_on() or _path(key).exists():
+        return
+    try:
+        write_data(_path(key), {"format": _FORMAT, **versions()}, followed)
+        drop_oldest(_path(key).parent, _MOST_FILES)
+    except OSError as error:
+        log.warning("what was read off Inductor's code is not kept: %s", error)
+
+
+def _path(key: str) -> Any:
+    return cache_folder() / "compiled_memory" / f"{key}.json"
