@@ -449,6 +449,8 @@ def _check_pipeline(program: Program, references: References, way: Mapping[str, 
         tensors = [*left.outputs, left.loss, *left.gradients.values(), *left.buffers.values()]
         if not all(torch.isfinite(t).all() for t in tensors if t is not None and not t.is_complex()):
             raise Skip("microbatches: not finite")
+        if kind == "samples":  # rows are stacked: what a program updates is a copy
+            left.buffers |= {f"input {i}": x for i, x in enumerate(batch(place))}
     net = references.make()
     whole = net if kind is None else Structured(net, kind, len(program.case.inputs))
     try:
