@@ -565,11 +565,11 @@ def _check_fork(program: Program, references: References, way: Mapping[str, Any]
 
     call()
     if way.get("trained"):
+        batch = references.inputs(0)  # a program may have no parameters: its loss depends on the inputs
         if "microbatches" in way:
-            # A program may have no parameters: its loss depends on the inputs.
-            compiled.run.forward_backward(*references.inputs(0), loss_fn=loss_of)  # type: ignore[attr-defined]
+            compiled.run.forward_backward(*batch, loss_fn=loss_of)  # type: ignore[attr-defined]
         else:
-            take_step(compiled.run, net, inputs, seed, use=references.use)
+            take_step(compiled.run, net, batch, seed, use=references.use)
         torch.manual_seed(seed)
     mine, theirs = call(), in_child(call, _SECONDS_OF_A_CHILD)
     result.check("forked child", way, "" if mine == theirs else f"{theirs}, but in the parent {mine}")
