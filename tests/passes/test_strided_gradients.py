@@ -98,6 +98,24 @@ def test_kernels_that_read_in_memory_order_get_zeros_in_full(kind: Callable[[], 
     assert sum(Mark.STRIDED in node.meta for node in programs["backward"].module.graph.nodes) == 1
 
 
+class _Turned(nn.Module):
+    """Returns a turned value beside its mean square, and adds up the gradient of both over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(300))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        turned = (x + self.bias).t().tanh()
+        return CausalLMOutput(loss=turned.square().mean(), logits=turned)
+
+
+def test_sums_of_what_zeros_were_added_to_round_alike() -> None:
+    model, batch = _Turned(), {"x": torch.randn(300, 300)}
+    step, _ = compiled_step(model, batch, stages=1, recompute="none")
+    assert_bitwise(step, aot_eager_step(model, batch))
+
+
 def test_peak_of_zeros_made_in_full_is_planned() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
