@@ -5,12 +5,14 @@ logits beside a loss, has a gradient of zeros; with strides of 0 one element is 
 
     tangents_2: f32[4, 256, 32768]  strides (8388608, 32768, 1)   →   strides (0, 0, 0)
 
-Stages that run eagerly take either.
+Stages that run eagerly take either, and what is recorded of a gradient is how it comes in when a loss reads its output
+after all.
 """
 
 from __future__ import annotations
 
-from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor
+from roundpipe_fx.analysis.expanded_zeros import missing_gradients
+from roundpipe_fx.ir.joint_graph import JointGraph
 
 
 def expand_missing_gradients(joint: JointGraph) -> JointGraph:
@@ -22,11 +24,6 @@ def expand_missing_gradients(joint: JointGraph) -> JointGraph:
     Returns:
         The same graph.
     """
-    expected = set(joint.expected_tangents)
-    for tangent in joint.tangents:
-        if tangent in expected or not is_tensor(tangent) or not tangent.meta["val"].dim():
-            continue
-        like = tangent.meta["val"]
-        with like.fake_mode:
-            tangent.meta["val"] = like.new_zeros(()).expand(like.shape)
+    for tangent, zeros in missing_gradients(joint).items():
+        tangent.meta["val"] = zeros
     return joint

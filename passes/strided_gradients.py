@@ -7,8 +7,13 @@ graph records, and an operation after it depends on them, the gradient is marked
 
     expanded zero × transposed value  →  view        the product has the other operand's order, the view fails: marked
     sum of an expanded zero           →  view        the sum has the recorded strides either way: not marked
+    expanded zero + transposed value  →  sum         numbers are added in another order and round otherwise: marked
+    group norm's gradient of an expanded zero        the kernel reads memory in order, past the only number: marked
 
-Users are followed until an operation depends on the strides, or has the recorded result either way.
+Users are followed until an operation depends on the strides, or has the recorded result either way. Autograd makes
+operands contiguous for kernels that read memory in order. Of an incoming gradient that is contiguous already nothing of
+that is left in the graph, so a formula of a user's own operator may rely on it as well: what is not PyTorch's own
+operator depends on the strides.
 """
 
 from __future__ import annotations
@@ -21,9 +26,15 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost import small_values
 from roundpipe_fx.analysis.fake_results import fake_result, result_tensors, same_dimension_order
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_seeded, is_tensor, is_view
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, has_tag, is_seeded, is_tensor, is_view
+from roundpipe_fx.torch_private import size_hint
 
 aten = torch.ops.aten
+
+_IN_MEMORY_ORDER = (aten.native_group_norm_backward, aten._weight_norm_interface_backward)
+"""Operators that read their first operand as it lies in memory, whatever its strides are."""
+_OPERATORS = ("aten", "prims", "roundpipe_fx")
+"""Namespaces of operators whose kernels read operands by their strides, but for those above."""
 
 
 def mark_strided_gradients(joint: JointGraph) -> JointGraph:
@@ -38,43 +49,67 @@ def mark_strided_gradients(joint: JointGraph) -> JointGraph:
     returned = {value for value in joint.forward_outputs if isinstance(value, fx.Node)}
     for tangent in joint.tangents:
         like = tangent.meta.get("val")
-        if not isinstance(like, torch.Tensor) or like.dim() < 2:
+        if not isinstance(like, torch.Tensor) or not like.dim():
             continue
         with like.fake_mode:  # type: ignore[attr-defined]
             zeros = like.new_zeros(()).expand(like.shape)
-        if _strides_matter(tangent, zeros, returned, {}):
+        if _strides_matter(tangent, zeros, True, returned, {}):
             tangent.meta[Mark.STRIDED] = True
     return joint
 
 
-def _strides_matter(node: fx.Node, value: torch.Tensor, returned: Collection[fx.Node], known: dict[Any, bool]) -> bool:
-    """Whether an operation fails or reads other elements if a node's value has other strides than are recorded.
+def _strides_matter(
+    node: fx.Node, value: torch.Tensor, zeros: bool, returned: Collection[fx.Node], known: dict[Any, bool]
+) -> bool:
+    """Whether an operation fails, reads other elements or rounds otherwise if a node's value has other strides than are
+    recorded.
 
     Args:
         node: whose value.
         value: fake, with the other strides.
+        zeros: whether it is the zeros themselves, or a view of them, which add up to zero in any order.
         returned: the forward's outputs: autograd derives their views from the recorded strides.
         known: answers so far, by node and strides.
     """
-    key = node, str(value.stride())
+    key = node, str(value.stride()), zeros
     if key not in known:
         known[key] = False  # until the users have been visited
-        known[key] = node in returned or any(_depends(user, node, value, returned, known) for user in node.users)
+        known[key] = node in returned or any(_depends(user, node, value, zeros, returned, known) for user in node.users)
     return known[key]
 
 
 def _depends(
-    user: fx.Node, node: fx.Node, value: torch.Tensor, returned: Collection[fx.Node], known: dict[Any, bool]
+    user: fx.Node,
+    node: fx.Node,
+    value: torch.Tensor,
+    zeros: bool,
+    returned: Collection[fx.Node],
+    known: dict[Any, bool],
 ) -> bool:
     """Whether a user of a node, or an operation after it, depends on the strides of the node's value."""
     if user.op == "output":
         return False
-    if not isinstance(user.target, torch._ops.OpOverload) or user.target is aten.as_strided.default:
+    target = user.target
+    if not isinstance(target, torch._ops.OpOverload) or target is aten.as_strided.default:
         return True
-    if not is_view(user) and _has_recorded_result(user, node, value):
-        return False
+    if target.namespace not in _OPERATORS or (target.overloadpacket in _IN_MEMORY_ORDER and user.args[0] is node):
+        return not _lies_as_recorded(node, value)
+    if not is_view(user):
+        if not zeros and not has_tag(target, torch.Tag.pointwise):
+            return not _lies_as_recorded(node, value)
+        if _has_recorded_result(user, node, value):
+            return False
     result = _result(user, node, value)
-    return result is None or _strides_matter(user, result, returned, known)
+    return result is None or _strides_matter(user, result, zeros and is_view(user), returned, known)
+
+
+def _lies_as_recorded(node: fx.Node, value: torch.Tensor) -> bool:
+    """Whether a value has the strides that are recorded, but for dimensions without a second element."""
+    recorded = node.meta["val"]
+    return all(
+        size_hint(size) < 2 or size_hint(step) == size_hint(traced)
+        for size, step, traced in zip(value.shape, value.stride(), recorded.stride(), strict=True)
+    )
 
 
 def _result(node: fx.Node, source: fx.Node, value: torch.Tensor) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from roundpipe_fx.analysis.cost import workspaces_of
+from roundpipe_fx.analysis.expanded_zeros import as_expanded_zeros
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark
 
 
@@ -19,6 +20,8 @@ def mark_workspaces(
 ) -> JointGraph:
     """Mark every node whose kernel allocates memory besides its results with the number of bytes.
 
+    Incoming gradients that are not expected are expanded zeros for that, which some kernels copy.
+
     Args:
         joint: the graph; its nodes' ``meta`` is written.
         device: where the kernels run.
@@ -26,6 +29,8 @@ def mark_workspaces(
         learned: bytes that operators with data-dependent needs, and compiled stages, have been seen to need, by name.
         present: whether kernels can be measured on the device; otherwise those are marked that a formula is known for.
     """
-    for node, size in workspaces_of(joint.computed(), device, fused, learned, present).items():
+    with as_expanded_zeros(joint):
+        workspaces = workspaces_of(joint.computed(), device, fused, learned, present)
+    for node, size in workspaces.items():
         node.meta[Mark.WORKSPACE] = size
     return joint

@@ -1,7 +1,8 @@
 """Batches that are no tensors, and outputs as such: records, mappings, lists of samples, plain objects.
 
 The same program is called with them in a module around it, which takes a batch apart and puts its outputs together.
-What a step is to leave behind is what the program leaves that is called with tensors.
+What a step is to leave behind is what the program leaves that is called with tensors; only samples, whose rows are
+stacked, are not updated.
 """
 
 from __future__ import annotations

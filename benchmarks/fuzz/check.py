@@ -449,6 +449,8 @@ def _check_pipeline(program: Program, references: References, way: Mapping[str, 
         tensors = [*left.outputs, left.loss, *left.gradients.values(), *left.buffers.values()]
         if not all(torch.isfinite(t).all() for t in tensors if t is not None and not t.is_complex()):
             raise Skip("microbatches: not finite")
+        if kind == "samples":  # rows are stacked: what a program updates is a copy
+            left.buffers |= {f"input {i}": x for i, x in enumerate(batch(place))}
     net = references.make()
     whole = net if kind is None else Structured(net, kind, len(program.case.inputs))
     try:
@@ -553,21 +555,22 @@ def _check_fork(program: Program, references: References, way: Mapping[str, Any]
 
     def call() -> str:
         state = copy.deepcopy(net.state_dict())
+        own = [x.clone() for x in inputs]  # a program may update them
         torch.manual_seed(seed)
         with torch.no_grad():
-            output = compiled.run(*inputs)
-        tensors = [part for part in tree_leaves(output) if isinstance(part, torch.Tensor)]
+            output = compiled.run(*own)
+        tensors = [part for part in tree_leaves((output, own)) if isinstance(part, torch.Tensor)]
         values = [(str(part.dtype), part.resolve_conj().tolist()) for part in tensors]
         net.load_state_dict(state)
         return "it returned " + hashlib.sha256(repr(values).encode()).hexdigest()
 
     call()
     if way.get("trained"):
+        batch = references.inputs(0)  # a program may have no parameters: its loss depends on the inputs
         if "microbatches" in way:
-            # A program may have no parameters: its loss depends on the inputs.
-            compiled.run.forward_backward(*references.inputs(0), loss_fn=loss_of)  # type: ignore[attr-defined]
+            compiled.run.forward_backward(*batch, loss_fn=loss_of)  # type: ignore[attr-defined]
         else:
-            take_step(compiled.run, net, inputs, seed, use=references.use)
+            take_step(compiled.run, net, batch, seed, use=references.use)
         torch.manual_seed(seed)
     mine, theirs = call(), in_child(call, _SECONDS_OF_A_CHILD)
     result.check("forked child", way, "" if mine == theirs else f"{theirs}, but in the parent {mine}")

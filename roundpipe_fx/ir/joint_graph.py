@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.ir.segment import Segment, StageCut
-from roundpipe_fx.torch_private import gradient_inputs, graph_module, input_mutations
+from roundpipe_fx.torch_private import gradient_inputs, graph_module, input_mutations, returned_outputs
 
 
 class Phase(enum.StrEnum):
@@ -254,6 +254,12 @@ class JointGraph:
     def updates(self) -> dict[int, int]:
         """Inputs that the caller updates in place: number of the input, by number of the output with its new value."""
         return input_mutations(self.module)
+
+    @property
+    def returned(self) -> list[Any]:
+        """The forward's outputs that the model returns, without new values of inputs and what autograd needs
+        besides."""
+        return [self.outputs[place] for place in returned_outputs(self.module, self.num_forward_outputs)]
 
     def computed(self) -> Iterator[fx.Node]:
         """Nodes that compute something, in graph order.

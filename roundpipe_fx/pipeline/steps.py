@@ -5,6 +5,7 @@ Over processes, parameters that replicas share out have costs of their own.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +22,12 @@ from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.values_on_host import is_wanted_on_host, may_be_on_host
 from roundpipe_fx.ir.bodies import draws
 from roundpipe_fx.ir.decisions import GatheredStage
-from roundpipe_fx.ir.joint_graph import Phase, tensor_values, viewed
+from roundpipe_fx.ir.joint_graph import Phase, is_tensor, storages, tensor_values, viewed
 from roundpipe_fx.schedules import ActionKind, Held, StageAction, StageGraph, StepCosts, Timing
 from roundpipe_fx.schedules.data_parallel import SMALL_BYTES
 from roundpipe_fx.schedules.sharding import ShardedCosts, gaps_of, padded_bytes
 from roundpipe_fx.schedules.step_costs import device_orders
-from roundpipe_fx.torch_private import run_and_save_rng_state
+from roundpipe_fx.torch_private import run_and_save_rng_state, size_hint
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def step_costs(
             step: _of(call.gradients, call.gradients.keys() - lowered.parameters) for step, call in of_step.items()
         },
         brought_bytes={step: call.brought for step, call in of_step.items()},
+        merged_bytes=_merged_bytes(lowered, granularity),
         outside_bytes=loss_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
         loss_bytes=lasting_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
         copied_bytes={
@@ -170,6 +172,29 @@ def _held(held: Sequence[HeldBytes], steps: Steps, step_of: Mapping[str, StageAc
         Held(sum(size for _, size in values), maker, readers, lasts, tuple(values) if may_leave else ())
         for (maker, readers, lasts, may_leave, _), values in alike.items()
     )
+
+
+def _merged_bytes(lowered: Lowered, granularity: int) -> int:
+    """Bytes of a microbatch's part of merged outputs beyond those of the results that it is copied from.
+
+    Tensors of the model are returned once, and inputs, and views of those without a gradient, are not copied.
+    """
+    joint = lowered.joint
+    primals = joint.primals
+    differentiated = {primals[owner] for owner in joint.gradient_owners if owner is not None}
+    parts: dict[int, int] = {}
+    copies: dict[int, int] = {}
+    for node in dict.fromkeys(joint.returned):
+        if not isinstance(node, fx.Node) or not is_tensor(node) or not node.meta["val"].dim():
+            continue
+        base, value = viewed(node), node.meta["val"]
+        if base in primals and (node is base or base in joint.parameters or base not in differentiated):
+            continue
+        for storage in storages(node):
+            parts[storage] = 0 if base in primals else tensor_bytes([value])
+            size = math.prod(map(size_hint, value.shape)) * value.dtype.itemsize
+            copies[storage] = copies.get(storage, 0) + -(-size // granularity) * granularity
+    return sum(max(0, size - parts[storage]) for storage, size in copies.items())
 
 
 def _of(gradients: Mapping[int, int], owners: Collection[int]) -> dict[int, int]:

@@ -153,6 +153,10 @@ class _Memory:
         self._changes = [np.zeros(len(of_device) + 2, dtype=np.int64) for of_device in codes]
         self._callers = next((device for device in range(len(codes)) if device not in costs.away), -1)
         self._outputs = self._of_batches(lambda variant: sum(held.bytes for held in variant.held if held.lasts))
+        self._merged = self._outputs
+        """Bytes of the outputs once they are put together."""
+        if schedule.microbatches > 1:
+            self._merged += self._of_batches(lambda variant: variant.merged_bytes)
         self._outputs_made = [0] * len(codes)
         """By device, bytes of the outputs that it computes itself. The caller's gets the others too."""
         self._parts_kept = [0] * len(codes)
@@ -311,6 +315,7 @@ class _Memory:
         if is_callers and (costs.away or half_and_half):
             change[turn] += self._outputs - self._outputs_made[device]
         if is_callers and half_and_half:
+            change[turn] += self._merged - self._outputs
             # Their parts are freed afterwards, but for those that a backward reads, which are counted already.
             put_together = self._outputs - self._parts_kept[device] if self._schedule.microbatches > 1 else 0
             of_loss = self._of_batches(lambda variant: variant.outside_bytes)
@@ -335,7 +340,7 @@ class _Memory:
         """Bytes at the end of the step: the caller's device holds all gradients, and concatenates those of inputs, and
         the outputs if they were not put together before."""
         whole = not self._schedule.forwards_before_backwards
-        merged = self._outputs if whole and self._schedule.microbatches > 1 else 0
+        merged = self._merged if whole and self._schedule.microbatches > 1 else 0
         arrived = self._outputs - self._outputs_made[device] if whole and self._costs.outputs_everywhere else 0
         if self._costs.gradients_everywhere:
             codes = set(self._codes[device].tolist())
@@ -364,7 +369,8 @@ class _Memory:
         }
         of_inputs = sum(sum(self._of_inputs[which].values()) for which in variants)
         together = max(put_together, merged)
-        return sum(gradients.values()) + of_inputs + together + self._outputs + sum(self._brought)
+        outputs = self._outputs if whole else self._merged
+        return sum(gradients.values()) + of_inputs + together + outputs + sum(self._brought)
 
 
 def _by_owner(gradients: Mapping[StageAction, Mapping[int, int]]) -> dict[int, int]:

@@ -55,6 +55,8 @@ class StepCosts:
             number of the input. At the end of the step those of all microbatches are concatenated on the first device.
         brought_bytes: bytes of incoming gradients, by the stage action that reads them. They are allocated from the
             beginning or, where all forwards run before all backwards, from the first backward on.
+        merged_bytes: bytes that outputs which are put together of several microbatches take beyond those of their
+            parts, since these are expanded, or views of each other or of inputs.
         outside_bytes: bytes that a loss outside the model needs on the first device, between all forwards and all
             backwards.
         loss_bytes: those of ``outside_bytes`` that stay allocated until the last backward is over.
@@ -87,6 +89,7 @@ class StepCosts:
     base_bytes: Mapping[StageAction, Mapping[int, int]] = field(default_factory=dict)
     input_gradient_bytes: Mapping[StageAction, Mapping[int, int]] = field(default_factory=dict)
     brought_bytes: Mapping[StageAction, int] = field(default_factory=dict)
+    merged_bytes: int = 0
     outside_bytes: int = 0
     loss_bytes: int = 0
     copied_bytes: Mapping[StageAction, Mapping[int, int]] = field(default_factory=dict)

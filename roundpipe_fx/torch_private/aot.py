@@ -16,6 +16,7 @@ from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
     PlainAOTInput,
+    PlainAOTOutput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
     SyntheticBaseAOTInput,
@@ -43,6 +44,7 @@ __all__ = [
     "opaque_object",
     "plain_input",
     "registered_backwards",
+    "returned_outputs",
     "traces",
 ]
 
@@ -106,6 +108,24 @@ def input_mutations(graph: fx.GraphModule) -> dict[int, int]:
         for place, description in enumerate(graph.graph.output_node().meta.get("desc") or [])
         if isinstance(description, InputMutationAOTOutput)
     }
+
+
+def returned_outputs(graph: fx.GraphModule, num_forward_outputs: int) -> list[int]:
+    """Numbers of the forward's outputs that Dynamo's graph returns: no new values of inputs, and no intermediate
+    results that some of these are views of.
+
+    A graph without AOTAutograd's descriptions returns all.
+    """
+    descriptions = graph.graph.output_node().meta.get("desc")
+    places = range(num_forward_outputs)
+    return [place for place in places if descriptions is None or _is_returned(descriptions[place])]
+
+
+def _is_returned(description: Any) -> bool:
+    """Whether an output is one of Dynamo's graph, or an inner tensor of one."""
+    while isinstance(description, SubclassGetAttrAOTOutput):
+        description = description.base
+    return isinstance(description, PlainAOTOutput)
 
 
 def differentiated_outputs(joint: fx.GraphModule) -> list[int]:

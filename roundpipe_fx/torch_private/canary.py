@@ -62,8 +62,8 @@ USED: Mapping[str, str] = {
     "torch._dynamo.variables.tensor": "TensorVariable.as_python_constant",
     "torch._functorch._aot_autograd.descriptors": (
         "BackwardTokenAOTInput ForwardTokenAOTInput GradAOTOutput.grad_of InputMutationAOTOutput.mutated_input "
-        "PlainAOTInput.idx SubclassGetAttrAOTInput.base SubclassGetAttrAOTOutput.base SyntheticBaseAOTInput "
-        "TangentAOTInput.output ViewBaseAOTInput"
+        "PlainAOTInput.idx PlainAOTOutput SubclassGetAttrAOTInput.base SubclassGetAttrAOTOutput.base "
+        "SyntheticBaseAOTInput TangentAOTInput.output ViewBaseAOTInput"
     ),
     "torch._functorch.config": "backward_pass_autocast donated_buffer patch",
     "torch._functorch.partitioners": "default_partition",

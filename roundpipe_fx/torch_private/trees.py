@@ -34,10 +34,14 @@ __all__ = [
 def one_level(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Callable[[Sequence[Any]], Any]] | None:
     """Keys and parts of a value of a registered type, and what makes a value from others; ``None`` for a leaf.
 
+    PyTorch's functions refer to themselves, and to ``is_leaf``, until garbage is collected, so that is not to refer to
+    the value.
+
     Args:
         value: any.
     """
-    is_part = lambda item: item is not value  # noqa: E731
+    itself = id(value)
+    is_part = lambda item: id(item) != itself  # noqa: E731
     parts, tree = tree_flatten(value, is_leaf=is_part)
     if len(parts) == 1 and parts[0] is value:
         return None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import expecttest
@@ -46,6 +47,72 @@ def test_logits_that_nobody_differentiates(turned: bool, options: dict[str, Any]
 def test_logits_that_nobody_differentiates_in_a_pipeline(schedule: str) -> None:
     model, batch = _LogitsBeside(turned=True), {"tokens": torch.randint(12, (3, 5))}
     step, _ = compiled_step(model, batch, stages=2, devices=["cpu"], num_microbatches=1, schedule=schedule)
+    assert_bitwise(step, aot_eager_step(model, batch))
+
+
+@torch.library.custom_op("roundpipe_fx_tests::halved_in_memory_order", mutates_args=())
+def _halved(x: torch.Tensor) -> torch.Tensor:
+    """Half of a tensor, read as it would lie in memory if it were contiguous."""
+    return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride()) * 0.5
+
+
+@_halved.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+_halved.register_autograd(lambda ctx, gradient: _halved(gradient.contiguous()))
+
+
+class _WeightNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.g = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.rand(4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch._weight_norm(self.v + x.mean(), self.g, 0)
+
+
+class _Halved(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return _halved(x)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", [lambda: nn.GroupNorm(2, 4), _WeightNorm, _Halved], ids=["group", "weight", "own"])
+def test_kernels_that_read_in_memory_order_get_zeros_in_full(kind: Callable[[], nn.Module], flat: bool) -> None:
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), kind()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            hidden = self.first(x)
+            beside = self.second(hidden)
+            return CausalLMOutput(loss=hidden.square().mean(), logits=beside.view(-1) if flat else beside)
+
+    model, batch = Beside(), {"x": torch.randn(6, 4)}
+    step, compiled = compiled_step(model, batch, stages=1, recompute="none")
+    assert_bitwise(step, aot_eager_step(model, batch))
+    programs = {program.name: program for program in compiled.plan.programs}
+    assert sum(Mark.STRIDED in node.meta for node in programs["backward"].module.graph.nodes) == 1
+
+
+class _Turned(nn.Module):
+    """Returns a turned value beside its mean square, and adds up the gradient of both over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(300))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        turned = (x + self.bias).t().tanh()
+        return CausalLMOutput(loss=turned.square().mean(), logits=turned)
+
+
+def test_sums_of_what_zeros_were_added_to_round_alike() -> None:
+    model, batch = _Turned(), {"x": torch.randn(300, 300)}
+    step, _ = compiled_step(model, batch, stages=1, recompute="none")
     assert_bitwise(step, aot_eager_step(model, batch))
 
 

@@ -7,7 +7,7 @@ What is not understood is an error that names ``merge_output``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,11 +62,14 @@ class _Merge:
         specs: by path.
         weights: of each microbatch's losses.
         rows: of each microbatch.
+        concatenated: by the identities of its parts, what was concatenated by convention: an output that is returned
+            twice is one tensor.
     """
 
     specs: Mapping[Path, Any]
     weights: Sequence[float] | None
     rows: Sequence[int] | None
+    concatenated: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     def merged(self, values: list[Any], path: Path, text: str) -> Any:
         """The parts of all microbatches' outputs at one path as one."""
@@ -146,7 +149,10 @@ class _Merge:
         if not tensors[0].dim():
             return self._sum(tensors, label)
         self._check_rows(tensors, label)
-        return _concatenated(tensors, 0)
+        parts = tuple(map(id, tensors))
+        if parts not in self.concatenated:
+            self.concatenated[parts] = _concatenated(tensors, 0)
+        return self.concatenated[parts]
 
     def _sum(self, values: list[torch.Tensor], label: str) -> torch.Tensor:
         if values[0].dtype == torch.bool:

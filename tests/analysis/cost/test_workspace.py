@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -334,3 +335,38 @@ def test_what_collectives_copy_is_not_observed() -> None:
                 assert workspace_of(own, learned={str(own.target): 1}) == copied
     finally:
         dist.destroy_process_group()
+
+
+class _Beside(nn.Module):
+    """Returns a mean, and beside it what nobody differentiates."""
+
+    def __init__(self, beside: nn.Module) -> None:
+        super().__init__()
+        self.first, self.beside = nn.Linear(8, 8), beside
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.first(x).tanh()
+        return hidden.square().mean(), self.beside(hidden)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(8, 8),
+        lambda: nn.LayerNorm(8),
+        lambda: nn.Softmax(-1),
+        lambda: nn.Conv1d(8, 8, 3, padding=1),
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Unflatten(2, (2, 4))),
+    ],
+    ids=["linear", "norm", "softmax", "convolution", "view"],
+)
+def test_kernels_that_copy_zeros_of_missing_gradients_are_planned_for(make: Callable[[], nn.Module]) -> None:
+    compiled = roundpipe_fx.compile(_Beside(make()), memory_budget=1.0)
+    x = torch.randn(32, 8, 8)
+    for _ in range(3):
+        compiled.zero_grad()
+        with AllocatorPeak() as allocated:
+            output = compiled(x)
+            output[0].backward()
+        del output
+    assert compiled.plan.budget is not None and allocated.peak == compiled.plan.peak_bytes

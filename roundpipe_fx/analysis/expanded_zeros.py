@@ -1,0 +1,53 @@
+"""Expanded zeros: how incoming gradients come in that no step is expected to pass.
+
+Their one element is all that is allocated. Kernels that cannot read it in place of each number copy them first, so
+their workspaces are measured with such operands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.fake_results import fake_result
+from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor, is_view
+
+
+def missing_gradients(joint: JointGraph) -> dict[fx.Node, torch.Tensor]:
+    """An expanded scalar for each incoming gradient that is not expected."""
+    expected = set(joint.expected_tangents)
+    values = {}
+    for tangent in joint.tangents:
+        if tangent in expected or not is_tensor(tangent) or not tangent.meta["val"].dim():
+            continue
+        like = tangent.meta["val"]
+        with like.fake_mode:
+            values[tangent] = like.new_zeros(()).expand(like.shape)
+    return values
+
+
+@contextlib.contextmanager
+def as_expanded_zeros(joint: JointGraph) -> Iterator[None]:
+    """Meanwhile, incoming gradients that are not expected, and views of them, are recorded as expanded scalars.
+
+    Args:
+        joint: the graph.
+    """
+    values = missing_gradients(joint)
+    for node in joint.computed() if values else ():
+        source = next((source for source in node.all_input_nodes if source in values), None)
+        if source is not None and is_view(node) and is_tensor(node):
+            value = fake_result(node, source, values[source])
+            if isinstance(value, torch.Tensor):
+                values[node] = value
+    recorded = {node: node.meta["val"] for node in values}
+    for node, value in values.items():
+        node.meta["val"] = value
+    try:
+        yield
+    finally:
+        for node, value in recorded.items():
+            node.meta["val"] = value
