@@ -13,6 +13,8 @@ outputs, and a plan reserves memory for that.
 - If a model returns a loss, its other outputs are assumed not to be differentiated. If a step passes gradients of other
   outputs, the next plan reserves memory for a loss of all outputs; likewise if a model returns several scalars, which
   have to be added up.
+- Where outputs are views of one value, AOTAutograd's graph gets the gradient of that value alone. Those of expanded
+  views are larger: a loss takes as many times more, and the views' own gradients are allocated besides.
 - Under autocast losses are computed with four bytes per number, whatever the dtype of the outputs.
 """
 
@@ -22,8 +24,9 @@ from collections.abc import Collection
 
 from torch import fx
 
-from roundpipe_fx.analysis.cost.model import tensor_bytes
+from roundpipe_fx.analysis.cost.model import dense_bytes, tensor_bytes
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values, viewed
+from roundpipe_fx.torch_private import differentiated_outputs
 
 _CROSS_ENTROPY = (3, 0)
 _SQUARED_ERROR = (5, 1)
@@ -46,14 +49,31 @@ def expect_loss(joint: JointGraph, autocast: Collection[str], brought: Collectio
     inputs = [value for node in joint.primals if node not in joint.parameters for value in tensor_values(node)]
     # A model that computes its own cross-entropy returns other outputs for a different kind of loss.
     words = bool(inputs) and not brought and not any(value.is_floating_point() for value in inputs)
+    times = _times_of_views(joint)
     for node in joint.tangents:
         if node.name in brought:
             node.meta[Mark.BROUGHT] = True
         for value in tensor_values(node):
             wider = max(4 // value.dtype.itemsize, 1) if value.device.type in autocast else 1
             most, lasting = _CROSS_ENTROPY if words else _SQUARED_ERROR
+            larger = times.get(node, 0)
+            most, lasting = (most * larger + larger, lasting * larger) if larger else (most, lasting)
             node.meta[Mark.LOSS_TIMES] = wider * most, wider * lasting
     return joint
+
+
+def _times_of_views(joint: JointGraph) -> dict[fx.Node, int]:
+    """By incoming gradient, how many times its bytes the returned views of its value have, if these have more."""
+    returned = [node for node in dict.fromkeys(joint.returned) if isinstance(node, fx.Node)]
+    times = {}
+    for node, place in zip(joint.tangents, differentiated_outputs(joint.module), strict=False):
+        value = joint.outputs[place]
+        views = [] if value in returned else [view for view in returned if viewed(view) is viewed(value)]
+        size = sum(dense_bytes(tensor) for tensor in tensor_values(value))
+        of_views = sum(dense_bytes(tensor) for view in views for tensor in tensor_values(view))
+        if of_views > size > 0:
+            times[node] = -(-of_views // size)
+    return times
 
 
 def loss_bytes(tangents: Collection[fx.Node], granularity: int = 1) -> int:
@@ -92,7 +112,7 @@ def _bytes(tangents: Collection[fx.Node], granularity: int, which: int) -> int:
     if not _is_outside(tangents):
         return 0
     sizes = [
-        tensor_bytes([value])
+        dense_bytes(value)
         for node in tangents
         for value in tensor_values(node)
         for _ in range(node.meta.get(Mark.LOSS_TIMES, _SQUARED_ERROR)[which])

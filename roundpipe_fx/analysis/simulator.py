@@ -83,7 +83,8 @@ def peak_of_course(
         name = "loss"
         live = sorted([*live, LiveValue("loss outside", "", workspace)], key=lambda value: -value.bytes)
     elif workspace:
-        live = sorted([*live, LiveValue(f"workspace of {name}", module, workspace)], key=lambda value: -value.bytes)
+        beside = LiveValue(f"workspace of {name or call}", module, workspace)
+        live = sorted([*live, beside], key=lambda value: -value.bytes)
     return PeakMoment(bytes=peak.bytes, call=call, value=name, module=module, live=tuple(live), line=line)
 
 

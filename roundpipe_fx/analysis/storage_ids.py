@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost.model import tensor_bytes
+from roundpipe_fx.analysis.cost.model import dense_bytes, tensor_bytes
 from roundpipe_fx.ir.joint_graph import input_nodes, tensor_values
 from roundpipe_fx.operators.gradient_sums import SUMMING, add_to
 from roundpipe_fx.operators.partial_writes import PARTIAL_WRITES
@@ -56,7 +56,7 @@ class StorageIds:
 
     def new_tangent(self, value: torch.Tensor, expected: bool) -> int:
         """A new storage for an incoming gradient; one that is not expected is an expanded scalar zero."""
-        return self.new(value) if expected else self.new_of(value.dtype.itemsize)
+        return self.new_of(dense_bytes(value) if expected else value.dtype.itemsize)
 
     def reads(self, node: fx.Node) -> list[int]:
         """Storages that a node reads, each once."""

@@ -26,7 +26,7 @@ import torch
 
 from roundpipe_fx.analysis.program_events import FollowedModule, FollowedOperation
 from roundpipe_fx.analysis.storage_ids import OUTSIDE
-from roundpipe_fx.torch_private import StorageReference, TorchDispatchMode, fake_mode, tree_leaves
+from roundpipe_fx.torch_private import StorageReference, TorchDispatchMode, fake_mode, size_hint, tree_leaves, tree_map
 
 _COMPILER = "torch._inductor.async_compile"
 """Imports from this module make kernels."""
@@ -50,7 +50,8 @@ def follow_wrapper(
     Args:
         code: Inductor's, of a module.
         inputs: what the function is called with: layouts of tensors, and numbers.
-        workspaces: bytes that operators allocate beside their results, by name.
+        workspaces: bytes that calls of operators allocate beside their results, by :func:`call_signature`; those of
+            other calls by the operator's name.
         storages: for each input, the numbers of its storages, in the order in which they come in.
 
     Raises:
@@ -74,7 +75,7 @@ def follow_wrapper(
 
 
 class _StorageEvents(TorchDispatchMode):
-    """Records storages as they are made and freed. Each operation is an event that reads what is gone before the next."""
+    """Records storages as they are made and freed: an operation reads what is gone before the next one."""
 
     supports_higher_order_operators = True
 
@@ -114,10 +115,29 @@ class _StorageEvents(TorchDispatchMode):
                 self.sizes.append(storage.nbytes())
                 self._alive[storage._cdata] = StorageReference(storage), number
                 made.append(number)
-        workspace = self._workspaces.get(func.name(), 0)
+        name = func.name()
+        workspace = 0
+        if name in self._workspaces:
+            workspace = self._workspaces.get(call_signature(name, args), self._workspaces[name])
         if made or workspace:
             self.operations.append(FollowedOperation(-1, [], made, workspace))
         return results
+
+
+def call_signature(name: str, arguments: Sequence[Any]) -> str:
+    """A text that is the same for calls of an operator on operands of the same sizes.
+
+    Args:
+        name: the operator's.
+        arguments: its positional ones.
+    """
+    return f"{name} {tree_map(_size_of, list(arguments))}"
+
+
+def _size_of(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return tuple(map(size_hint, argument.shape))
+    return size_hint(argument) if isinstance(argument, torch.SymInt) else argument
 
 
 def _loaded(code: str) -> Callable[[list[Any]], Sequence[Any]]:

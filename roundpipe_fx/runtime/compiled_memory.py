@@ -17,7 +17,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.data_files import cache_folder, drop_oldest, is_on, read_data, versions, write_data
 from roundpipe_fx.analysis.program_events import FollowedModule, FollowedOperation
-from roundpipe_fx.analysis.wrapper_memory import Layout, follow_wrapper
+from roundpipe_fx.analysis.wrapper_memory import Layout, call_signature, follow_wrapper
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.ir.joint_graph import Mark, Phase
 from roundpipe_fx.ir.tile_loop import TileLoop
@@ -60,9 +60,11 @@ def follow_compiled(
     workspaces: dict[str, int] = {}
     for node in nodes:
         size = node.meta.get(Mark.WORKSPACE, 0) - beyond
-        if size > 0:
-            name = _operator_name(node)
-            workspaces[name] = max(workspaces.get(name, 0), size)
+        name = _operator_name(node)
+        if name and size > 0:
+            values = fx.node.map_arg(node.args, lambda operand: operand.meta["val"])
+            for key in (name, call_signature(name, values)):
+                workspaces[key] = max(workspaces.get(key, 0), size)
     text = f"{call.fingerprint} {donated} {[[*leaves] for leaves in storages]} {inputs} {sorted(workspaces.items())}"
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     if key not in _known:

@@ -203,3 +203,24 @@ def test_gradients_of_returned_views_of_inputs_are_counted(view) -> None:
             first, second = model(x)
             (first.sum() + second.sum()).backward()
     assert peak.bytes <= model.plan.peak_bytes
+
+
+class Expanded(nn.Module):
+    """Returns two views of one value, which are larger than it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.layer(x))[:, None]
+        return hidden.expand(-1, 7, -1), hidden.expand(-1, 5, -1)
+
+
+def test_losses_of_expanded_outputs_are_as_large_as_these() -> None:
+    compiled = roundpipe_fx.compile(Expanded(), memory_budget=1.0)
+    x, targets = torch.randn(32, 16), (torch.zeros(32, 7, 16), torch.zeros(32, 5, 16))
+    for _ in range(2):
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            sum(((y - target) ** 2).mean() for y, target in zip(compiled(x), targets, strict=True)).backward()
+    assert 24 * x.nbytes < peak.bytes <= compiled.plan.peak_bytes

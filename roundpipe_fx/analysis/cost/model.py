@@ -76,6 +76,13 @@ def tensor_bytes(values: list[torch.Tensor], exclude: set[int] | None = None) ->
     return total
 
 
+def dense_bytes(value: torch.Tensor) -> int:
+    """Bytes of a tensor of the same numbers with memory of its own: of an expanded one, more than its storage has."""
+    if value.layout is not torch.strided:
+        return _other_bytes(value)
+    return max(size_hint(value.untyped_storage().nbytes()), size_hint(value.numel()) * value.dtype.itemsize)
+
+
 _noted_bytes = WeakTensorKeyDictionary()
 """Bytes of fake tensors that are not strided, as they were seen; an entry goes when its tensor does."""
 

@@ -1,0 +1,94 @@
+"""Which schedules are judged by the code of their stages, and which is taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import roundpipe_fx
+from roundpipe_fx.planner import judged_by_code
+from roundpipe_fx.planner.judged_by_code import _Judged
+
+
+class _Numbers(_Judged):
+    """Schedules of which only the bytes are known: of their operations, and of their code."""
+
+    def __init__(self, operations: list[int], code: list[int]) -> None:
+        plans: Any = operations
+        super().__init__(None, plans)  # type: ignore[arg-type]
+        self.code = code
+        self.judged: set[int] = set()
+
+    def _peak(self, place: int) -> int:
+        self._known[place] = None  # type: ignore[assignment]
+        self.judged.add(place)
+        return self.code[place]
+
+    def _plan(self, place: int) -> int:
+        plan: Any = self._plans[place]
+        return int(plan)
+
+
+_FALLING = st.lists(st.integers(1000, 100000), min_size=1, max_size=12).map(lambda sizes: sorted(sizes, reverse=True))
+
+
+@given(data=st.data(), operations=_FALLING)
+def test_a_schedule_within_the_limit_is_found_where_the_last_one_is(data: st.DataObject, operations: list[int]) -> None:
+    count = len(operations)
+    code = sorted(data.draw(st.lists(st.integers(1000, 100000), min_size=count, max_size=count)), reverse=True)
+    limit = data.draw(st.integers(900, 100100))
+    judged = _Numbers(operations, code)
+    first = data.draw(st.integers(0, count - 1))
+    place = judged._least_recomputed(limit, first)
+    assert len(judged.judged) <= judged_by_code._JUDGED + 1
+    if code[-1] > limit:
+        assert place is None
+        return
+    assert place is not None and code[place] <= limit
+    assert all(code[other] > limit for other in judged.judged if other < place)
+
+
+@given(data=st.data(), operations=_FALLING)
+def test_the_best_schedule_is_found_where_code_needs_a_share_of_its_operations(
+    data: st.DataObject, operations: list[int]
+) -> None:
+    share = data.draw(st.sampled_from([0.25, 0.5, 1.0, 1.25]))
+    code = [int(size * share) for size in operations]
+    limit = data.draw(st.integers(min(code), 130000))
+    judged = _Numbers(operations, code)
+    place = judged._least_recomputed(limit, data.draw(st.integers(0, len(code) - 1)))
+    best = next(place for place, size in enumerate(code) if size <= limit)
+    near = [place for place, size in enumerate(code) if limit < size <= 1.3 * limit]
+    assert place == best or len(near) >= judged_by_code._JUDGED - 2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)).sin() * x
+        return x.square().mean()
+
+
+def test_what_a_refusal_names_is_met() -> None:
+    """In bytes: the least is met, and one byte less is refused."""
+    model, x = Net(), torch.randn(256, 32)
+
+    def plan(budget: int) -> roundpipe_fx.Plan:
+        return roundpipe_fx.compile(model, memory_budget=budget, stage_compiler="inductor", tiling="never").trace(x)
+
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
+        plan(1)
+    minimum = refused.value.minimum
+    assert plan(minimum).peak_bytes == minimum
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
+        plan(minimum - 1)
+    assert refused.value.minimum == minimum
