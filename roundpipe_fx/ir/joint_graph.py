@@ -123,7 +123,7 @@ MARK_USES: Mapping[str, MarkUse] = {
         "annotate",
     ),
     Mark.BYTES: _use("annotate row_slices", "early_recompute accumulate_gradients analysis compiler", "annotate"),
-    Mark.WORKSPACE: _use("workspaces row_slices", "rng accumulate_gradients analysis codegen compiler report"),
+    Mark.WORKSPACE: _use("workspaces row_slices", "rng accumulate_gradients analysis codegen runtime compiler report"),
     Mark.UNTRIED: _use("workspaces row_slices", "analysis codegen compiler"),
     Mark.SECONDS: _use(
         "annotate fuse_costs row_slices",

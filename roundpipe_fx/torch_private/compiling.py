@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from roundpipe_fx.torch_private.forks import ForkedLock
+
 __all__ = [
     "boxed_codegen",
     "boxed_false",
@@ -107,6 +109,9 @@ def inductor(
         return compile_fx_inner(lowered, list(example_inputs), cudagraphs=boxed_false(), **phase)
 
 
+_writing = ForkedLock()
+
+
 def inductor_code(
     module: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -141,6 +146,7 @@ def inductor_code(
         return types.SimpleNamespace(call=None, __file__="")
 
     with (
+        _writing,  # what one thread has put in place, another one would put back
         mock.patch.object(GraphLowering, "compile_to_module", write),
         config.patch(force_disable_caches=True),
     ):
