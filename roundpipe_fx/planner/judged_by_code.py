@@ -180,23 +180,38 @@ def search_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> 
 
 
 def _search_others(joint: JointGraph, budget: int | float, setting: Setting) -> Found[Evaluation[Lowered]] | Unmet:
-    """The plan in tiles, or with values on the host, that is within a budget by its operations and by its code."""
-    asked = budget
+    """The plan in tiles, or with values on the host, that is within a budget by its operations and by its code.
+
+    If there is none, the plan with the least bytes by its operations is judged: what it needs is the least budget.
+    """
+    assert isinstance(budget, int)
+    limit, asked = int(budget * setting.share), budget
     for _ in range(_JUDGED):
         result = search(joint, asked, setting, PROGRAMS)
         if isinstance(result, Infeasible):
-            return result
-        lowered = by_code(result.value.emitted)
-        evaluation = dataclasses.replace(result.value, emitted=lowered, peaks=(lowered.peak.bytes,))
-        limit = lowered.budget
-        assert limit is not None and isinstance(budget, int)
-        excess = evaluation.peak - int(budget * setting.share)
+            break
+        evaluation = _judged(result.value)
+        excess = evaluation.peak - limit
         if excess <= 0:
-            return Found(_for_limit(evaluation, int(budget * setting.share)))
-        asked = math.floor(asked - excess / setting.share)
-    chosen = lowered.chosen
+            return Found(_for_limit(evaluation, limit))
+        asked = max(math.floor(asked - excess / setting.share), 1)
+    if isinstance(result, Found):
+        result = search(joint, 1, setting, PROGRAMS)
+        assert isinstance(result, Infeasible)
+    result = search(joint, math.ceil(result.minimum / setting.share), setting, PROGRAMS)
+    if isinstance(result, Infeasible):
+        return result
+    evaluation = _judged(result.value)
+    if evaluation.peak <= limit:
+        return Found(_for_limit(evaluation, limit))
+    chosen = evaluation.emitted.chosen
     assert isinstance(chosen, Chosen)
-    return _unmet(chosen, evaluation.peak, budget)
+    return _unmet(dataclasses.replace(chosen, limit=limit), evaluation.peak, budget)
+
+
+def _judged(evaluation: Evaluation[Lowered]) -> Evaluation[Lowered]:
+    lowered = by_code(evaluation.emitted)
+    return dataclasses.replace(evaluation, emitted=lowered, peaks=(lowered.peak.bytes,))
 
 
 def _for_limit(evaluation: Evaluation[Lowered], limit: int) -> Evaluation[Lowered]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import nn
 import roundpipe_fx
 from roundpipe_fx.planner import judged_by_code
 from roundpipe_fx.planner.judged_by_code import _Judged
+from tests.long import long_but
+from tests.runtime.test_compiled_memory import Words
 
 
 class _Numbers(_Judged):
@@ -78,17 +81,36 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def test_what_a_refusal_names_is_met() -> None:
-    """In bytes: the least is met, and one byte less is refused."""
-    model, x = Net(), torch.randn(256, 32)
+@pytest.mark.parametrize("tiling", long_but(["never", None], quick={"never"}))
+def test_what_a_refusal_names_is_met(tiling: str | None) -> None:
+    """In bytes: the least is met, and one byte less is refused; in tiles, too."""
+    make, inputs = (Net, torch.randn(256, 32)) if tiling else (Words, torch.randint(4096, (4, 64)))
+    model = make()
 
     def plan(budget: int) -> roundpipe_fx.Plan:
-        return roundpipe_fx.compile(model, memory_budget=budget, stage_compiler="inductor", tiling="never").trace(x)
+        torch._dynamo.reset()
+        compiled = roundpipe_fx.compile(model, memory_budget=budget, stage_compiler="inductor", tiling=tiling)
+        return compiled.trace(inputs)
 
     with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
         plan(1)
     minimum = refused.value.minimum
-    assert plan(minimum).peak_bytes == minimum
+    least = plan(minimum)
+    assert least.peak_bytes == minimum and bool(least.tiles) == (tiling is None)
     with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
         plan(minimum - 1)
     assert refused.value.minimum == minimum
+
+
+def test_a_step_of_two_backwards_is_within_its_share() -> None:
+    """The second plan counts values that the second backward keeps, and that the first one may not write over."""
+    x = torch.randn(256, 32)
+    compiled = roundpipe_fx.compile(Net(), memory_budget=0.5, stage_compiler="inductor")
+    for _ in range(2):
+        compiled.zero_grad()
+        with warnings.catch_warnings(), roundpipe_fx.measure_peak("cpu") as peak:
+            warnings.simplefilter("ignore", roundpipe_fx.StepBudgetWarning)
+            loss = compiled(x)
+            loss.backward(retain_graph=True)
+            loss.backward()
+    assert peak.bytes <= compiled.plan.peak_bytes <= compiled.plan.budget
