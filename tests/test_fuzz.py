@@ -15,7 +15,7 @@ from torch import fx, nn
 from benchmarks.fuzz import check
 from benchmarks.fuzz.__main__ import case_of
 from benchmarks.fuzz.batches import BATCHES, Structured, parts_of, structured
-from benchmarks.fuzz.case import FEATURES, Case, Element
+from benchmarks.fuzz.case import Case, Element
 from benchmarks.fuzz.check import Failure, check_case
 from benchmarks.fuzz.doors import DOORS
 from benchmarks.fuzz.forks import in_child
@@ -30,8 +30,6 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes import pipeline
 from tests.long import long_but
 
-_HOLDS = frozenset({"doors"})
-"""Of :data:`FEATURES`, those with which the cases here are drawn."""
 _FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX only")
 
 
@@ -50,9 +48,9 @@ def _case(
     return Case(0, 0, elements, dtype, (6, 4), ((3, 8),), returns, False, use, (way or {"mode": "step"},))
 
 
-@pytest.mark.parametrize("number", long_but([0, 1, 3, 4], quick={1}))
+@pytest.mark.parametrize("number", long_but([1, 3, 4], quick={1}))
 def test_some_cases(number: int) -> None:
-    result = check_case(case_of(20, number, most=8, ways=2, among=_HOLDS))
+    result = check_case(case_of(20, number, most=8, ways=2))
     assert not result.failures, result.failures
     assert sum(result.checks.values()) > 20, result.skipped
 
@@ -85,7 +83,6 @@ def test_cases_have_the_features_that_a_run_may_leave_out() -> None:
         assert plain.elements == case.elements and len(plain.ways) == len(case.ways)
         assert plain.use == "all" and plain.returns not in ("beside", "losses")
         assert all(way.keys().isdisjoint(("door", "batch", "trained")) for way in plain.ways)
-    assert set(FEATURES) >= _HOLDS
 
 
 def test_losses_are_those_of_the_outputs_that_a_step_differentiates() -> None:
