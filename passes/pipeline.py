@@ -31,7 +31,7 @@ from typing import Any
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.analysis.tiling import BodyCosts
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.ir.options import Options
+from roundpipe_fx.ir.options import Inductor, Options
 from roundpipe_fx.passes.accumulate_gradients import accumulate_gradients
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
@@ -86,7 +86,7 @@ def _compiled(context: PassContext) -> bool:
 
 def _fused(context: PassContext) -> bool:
     """training, and Inductor compiles the stages"""
-    return context.compiler == "inductor" and context.training
+    return isinstance(context.compiler, Inductor) and context.training
 
 
 def _eager_cpu(context: PassContext) -> bool:
@@ -455,7 +455,7 @@ def _replays_random(options: Options) -> bool:
 def _cut_segments(joint: JointGraph, context: PassContext) -> JointGraph:
     required = [*_named_positions(joint, context.options), *region_bounds(joint)]
     joint, segments = cut_segments(
-        joint, required, context.updates_whole, context.segment_starts, context.compiler == "inductor"
+        joint, required, context.updates_whole, context.segment_starts, isinstance(context.compiler, Inductor)
     )
     return dataclasses.replace(joint, segments=tuple(segments))
 

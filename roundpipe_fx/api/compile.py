@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ def compile(
     tiling: str | None = None,
     cost: str = "roofline",
     stage_compiler: str | Callable[..., Any] | None = None,
+    inductor_options: Mapping[str, Any] | None = None,
     passes: Callable[[list[Pass]], Sequence[Pass]] | None = None,
     fullgraph: bool = False,
     dynamic: bool | None = None,
@@ -74,7 +75,10 @@ def compile(
         cost: how operations are priced: ``"roofline"`` (modelled, always the same) or ``"measured"`` (timed on the
             device once, kept on disk).
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
-            ``None``: eager on the CPU, Inductor on CUDA.
+            ``None``: eager on the CPU, Inductor on CUDA. A stage that Inductor cannot compile runs eagerly, with a
+            warning, and the next plan is made for eager stages.
+        inductor_options: settings of Inductor's (``torch._inductor.list_options()``) for stages that it compiles, as
+            ``{"max_autotune": True}``.
         passes: a function that gets the list of passes (:func:`roundpipe_fx.default_passes`) and returns the one that
             is run on each graph: passes added, removed, replaced or in another order. ``None``: the list as it is.
         fullgraph: make a graph break an error, which names the user's line, instead of a warning.
@@ -145,6 +149,7 @@ def compile(
             "host_budget": host_budget,
             "cost": cost,
             "stage_compiler": stage_compiler,
+            "inductor_options": inductor_options,
             "passes": passes,
         }
     )

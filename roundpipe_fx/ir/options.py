@@ -12,17 +12,36 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 
 from roundpipe_fx.budget import parse_budget, parse_host_budget
+from roundpipe_fx.torch_private import inductor_settings
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-StageCompiler = Literal["eager", "inductor"] | Callable[..., Any]
+
+@dataclass(frozen=True)
+class Inductor:
+    """Inductor, as what runs the stage modules.
+
+    Attributes:
+        options: names and values of its settings (``torch._inductor.config``) that the user has chosen.
+    """
+
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+StageCompiler = Literal["eager"] | Inductor | Callable[..., Any]
 
 _RECOMPUTE = ("none", "full")
 _NOT_OF_THE_USER = ("device_name", "rotor", "following")
 _TILING = ("auto", "never")
 _COSTS = ("roofline", "measured")
 _STAGE_COMPILERS = ("eager", "inductor")
+_OURS = {
+    "fallback_random": "stages draw the numbers that eager mode draws, so it is always on.",
+    "triton.cudagraphs": "stages are called by programs that free and reuse memory between them.",
+    "cpp_wrapper": "stages are called from Python.",
+}
+"""Settings of Inductor's that are not the user's to choose, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +84,7 @@ class Options:
             timed on the device once and kept on disk.
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
             ``None``: eager on the CPU, Inductor on CUDA.
+        inductor_options: names and values of Inductor's settings, for stages that it compiles.
         passes: gets the list of passes, and returns the one that is run; ``None``: the list as it is.
         device_name: name of a device to plan for instead of the model's; internal.
         rotor: options for following a checkpointing sequence; internal.
@@ -77,7 +97,8 @@ class Options:
     tiling: str | None = None
     host_budget: int | None = None
     cost: str = "roofline"
-    stage_compiler: StageCompiler | None = None
+    stage_compiler: Literal["eager", "inductor"] | Callable[..., Any] | None = None
+    inductor_options: tuple[tuple[str, Any], ...] = ()
     passes: Callable[[list[Any]], Sequence[Any]] | None = None
     device_name: str | None = None
     rotor: RotorOptions | None = None
@@ -85,7 +106,8 @@ class Options:
 
     def stage_compiler_for(self, device: torch.device) -> StageCompiler:
         """The stage compiler for a device: the user's choice, else eager on the CPU and Inductor on CUDA."""
-        return self.stage_compiler or ("inductor" if device.type == "cuda" else "eager")
+        chosen = self.stage_compiler or ("inductor" if device.type == "cuda" else "eager")
+        return Inductor(self.inductor_options) if chosen == "inductor" else chosen
 
     @property
     def device(self) -> torch.device | None:
@@ -133,12 +155,35 @@ class Options:
                 f"stage_compiler={compiler!r}: valid values are {_quoted(_STAGE_COMPILERS)}, a callable "
                 "(GraphModule, example_inputs) -> callable, or None."
             )
+        checked["inductor_options"] = _inductor_options(checked.get("inductor_options"), compiler)
         if checked.get("passes") is not None and not callable(checked["passes"]):
             raise TypeError(
                 "passes must be a function that gets the list of passes and returns the one to run, not "
                 f"{type(checked['passes']).__name__}; roundpipe_fx.default_passes() is the list."
             )
         return cls(**checked)
+
+
+def _inductor_options(options: Any, compiler: Any) -> tuple[tuple[str, Any], ...]:
+    if not options:
+        return ()
+    if not isinstance(options, Mapping):
+        raise TypeError(f"inductor_options must be a mapping of names to values, not {type(options).__name__}.")
+    if compiler not in (None, "inductor"):
+        raise ValueError(
+            f"inductor_options={dict(options)!r} and stage_compiler={compiler!r} contradict each other: the options "
+            "are for stages that Inductor compiles."
+        )
+    known = inductor_settings()
+    for name in options:
+        if name not in known:
+            raise ValueError(
+                f"unknown name {name!r} in inductor_options.{meant(name, known)} All of them: "
+                "torch._inductor.list_options()."
+            )
+        if name in _OURS:
+            raise ValueError(f"{name!r} in inductor_options: {_OURS[name]}")
+    return tuple(sorted(options.items()))
 
 
 def meant(name: str, known: Collection[str], cutoff: float = 0.6) -> str:

@@ -27,6 +27,7 @@ from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.operations_in_tiles import cut
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.ir.options import Inductor
 from roundpipe_fx.planner.evaluation import Candidate, Evaluation
 from roundpipe_fx.planner.program_within_budget import PROGRAMS, CutProgram
 from roundpipe_fx.planner.search import search
@@ -45,12 +46,14 @@ _VERY_ROUGHLY = 1.25
 def has_code(setting: Setting) -> bool:
     """Test for stages whose code Inductor can write here, on the device that they are compiled for."""
     there = setting.device.type == "cpu" or torch.cuda.is_available()
-    return setting.compiler == "inductor" and setting.context.runs_programs and there
+    return isinstance(setting.compiler, Inductor) and setting.context.runs_programs and there
 
 
 def by_code(lowered: Lowered) -> Lowered:
     """The same programs, whose peak is that of their stages' code."""
-    return lowered.followed_by(functools.partial(follow_compiled, beyond=lowered.setting.beyond_plan))
+    compiler = lowered.setting.compiler
+    options = compiler.options if isinstance(compiler, Inductor) else ()
+    return lowered.followed_by(functools.partial(follow_compiled, beyond=lowered.setting.beyond_plan, options=options))
 
 
 def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Found[Evaluation[Lowered]] | Unmet:

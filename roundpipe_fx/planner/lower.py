@@ -225,7 +225,7 @@ def _plan_file(joint: JointGraph, setting: Setting) -> PlanFile | None:
     """Where the plan of a captured graph is cached; ``None`` if it is planned each time."""
     options, context = setting.options, setting.context
     budget = asked_budget(joint, options, setting.device)
-    customized = options.passes is not None or options.rotor is not None or not isinstance(setting.compiler, str)
+    customized = options.passes is not None or options.rotor is not None or callable(setting.compiler)
     if budget is None or customized or not context.training or setting.step is not None or options.cost != "roofline":
         return None
     return plan_file(

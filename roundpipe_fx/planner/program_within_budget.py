@@ -24,6 +24,7 @@ from roundpipe_fx.compiler.overlap import stages_to_overlap
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.values_on_host import wants_host
 from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.ir.options import Inductor
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.planner.evaluation import Candidate, Evaluation, Space
 from roundpipe_fx.planner.search import cut_finer
@@ -127,7 +128,7 @@ def _within(
         plans = _some_of(choices(operations, budget, setting.share, graph.whole), _EMITTED)
         return first_found(_within_limit(graph.evaluate(Candidate(chosen))) for chosen in plans)
     coarse = _save_less(graph, budget)
-    if setting.compiler == "inductor" and runs and budget != 0.0:
+    if isinstance(setting.compiler, Inductor) and runs and budget != 0.0:
         coarse = _recompute_less(graph, coarse) or coarse
     if on_host is None:
         return coarse

@@ -37,7 +37,11 @@ _known: dict[str, FollowedModule | None] = {}
 
 
 def follow_compiled(
-    call: StageModule, storages: Sequence[Sequence[int]], dying: Collection[int] = (), beyond: int = 0
+    call: StageModule,
+    storages: Sequence[Sequence[int]],
+    dying: Collection[int] = (),
+    beyond: int = 0,
+    options: Sequence[tuple[str, Any]] = (),
 ) -> FollowedModule | None:
     """Follow the code that Inductor writes for a stage module.
 
@@ -46,6 +50,7 @@ def follow_compiled(
         storages: for each input, its storages, numbered in the order in which they come in.
         dying: positions of inputs that nothing refers to but the call.
         beyond: bytes that compiled stages have been seen to hold beyond what is known of them, counted in workspaces.
+        options: of Inductor's, that the user has chosen.
 
     Returns:
         what the code allocates and frees; ``None``: that cannot be read, and the reason is logged.
@@ -65,14 +70,22 @@ def follow_compiled(
             values = fx.node.map_arg(node.args, lambda operand: operand.meta["val"])
             for key in (name, call_signature(name, values)):
                 workspaces[key] = max(workspaces.get(key, 0), size)
-    text = f"{call.fingerprint} {donated} {[[*leaves] for leaves in storages]} {inputs} {sorted(workspaces.items())}"
+    known_of = (
+        call.fingerprint,
+        donated,
+        [[*leaves] for leaves in storages],
+        inputs,
+        sorted(workspaces.items()),
+        options,
+    )
+    text = repr(known_of)
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     if key not in _known:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         _known[key] = _read(key)
         if _known[key] is None:
-            _known[key] = _follow(call, storages, donated, inputs, workspaces)
+            _known[key] = _follow(call, storages, donated, inputs, workspaces, options)
             _write(key, _known[key])
     followed = _known[key]
     if followed is None or not beyond:
@@ -87,12 +100,13 @@ def _follow(
     donated: Sequence[int],
     inputs: Sequence[Any],
     workspaces: Mapping[str, int],
+    options: Sequence[tuple[str, Any]],
 ) -> FollowedModule | None:
     examples = [node.meta["val"] for node in call.module.graph.find_nodes(op="placeholder")]
     module = unboxed(call.module)
     loops = opaque_loops(module, lambda body: _not_called)
     try:
-        code = inductor_code(module, examples, DECOMPOSITIONS, donated)
+        code = inductor_code(module, examples, DECOMPOSITIONS, donated, dict(options))
         return follow_wrapper(code, inputs, workspaces, storages)
     except Exception as error:  # of code that reads numbers, or has constants
         log.info("the memory of %s is not read off Inductor's code: %s: %s", call.name, type(error).__name__, error)

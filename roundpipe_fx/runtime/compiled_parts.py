@@ -34,7 +34,7 @@ def compile_in_parts(module: fx.GraphModule, compiler: StageCompiler) -> Boxed:
 
     Args:
         module: the stage module.
-        compiler: ``"inductor"`` or a callable.
+        compiler: Inductor or a callable.
     """
     if not any(starts_collective(node.target) for node in module.graph.nodes):
         return compile_stage(module, compiler)

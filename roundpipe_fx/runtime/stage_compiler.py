@@ -5,6 +5,7 @@ Modules that do the same work on the same shapes are compiled once.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.console.progress import progress
 from roundpipe_fx.frontend.opaque_backward import calls_in
 from roundpipe_fx.ir.joint_graph import Phase
-from roundpipe_fx.ir.options import StageCompiler
+from roundpipe_fx.ir.options import Inductor, StageCompiler
 from roundpipe_fx.runtime.compiled_loops import Boxed, opaque_loops
 from roundpipe_fx.runtime.compiled_sums import from_zero, functional_sums
 from roundpipe_fx.runtime.donated_inputs import by_donation, donatable
@@ -36,16 +37,18 @@ def compile_stages(
     cache: dict[str, Boxed],
     see_workspace: Callable[[str, int], None] | None = None,
     in_order: bool = False,
+    failed: Callable[[], None] | None = None,
 ) -> dict[str, Boxed]:
     """Make every stage module callable.
 
     Args:
         modules: the stage modules.
-        compiler: ``"eager"``, ``"inductor"`` or a callable.
+        compiler: what runs them.
         cache: callables compiled before, by fingerprint; extended.
         see_workspace: called with name and bytes each time that an operator runs whose workspace depends on data. Only
             for ``"eager"``.
         in_order: whether the calls run one after the other on the device, so that one may write over what dies in it.
+        failed: called when Inductor cannot compile a module, which then runs eagerly.
 
     Returns:
         the callables by module name.
@@ -53,14 +56,14 @@ def compile_stages(
     ready = {}
     for module in progress([*modules], "compiling stages"):
         donated: Sequence[int] = ()
-        if in_order and compiler == "inductor" and module.phase is not Phase.FORWARD:
+        if in_order and isinstance(compiler, Inductor) and module.phase is not Phase.FORWARD:
             donated = donatable(module.module, computed_inputs(module))
         key = f"{module.fingerprint} {donated}" if donated else module.fingerprint
         if key not in cache:
             graph_module = module.module
             if compiler == "eager" and see_workspace is not None:
                 graph_module = profile_operators(graph_module, see_workspace)
-            cache[key] = compile_stage(graph_module, compiler, donated)
+            cache[key] = compile_stage(graph_module, compiler, donated, failed)
         ready[module.name] = cache[key]
     return ready
 
@@ -70,22 +73,30 @@ def computed_inputs(module: StageModule) -> list[int]:
     return [place for place, node in enumerate(module.inputs) if node.op != "placeholder"]
 
 
-def compile_stage(graph_module: fx.GraphModule, compiler: StageCompiler, donated: Sequence[int] = ()) -> Boxed:
+def compile_stage(
+    graph_module: fx.GraphModule,
+    compiler: StageCompiler,
+    donated: Sequence[int] = (),
+    failed: Callable[[], None] | None = None,
+) -> Boxed:
     """Make one stage module callable. The result keeps the opaque calls of its graph alive.
 
     Args:
         graph_module: the stage module.
-        compiler: ``"eager"``, ``"inductor"`` or a callable.
+        compiler: what runs it.
         donated: positions of inputs that Inductor's code may write over, if nothing else refers to them in a call.
+        failed: called when Inductor cannot compile it; it runs eagerly then, with a warning.
     """
 
     def compiled(module: fx.GraphModule) -> Boxed:
         if not donated:
-            return _compiled(module, compiler)
-        return by_donation(donated, lambda dying: _compiled(module, compiler, dying), COMPILING)
+            return _compiled(module, compiler, failed)
+        return by_donation(donated, lambda dying: _compiled(module, compiler, failed, dying), COMPILING)
 
     function = (
-        _compiled(graph_module, compiler) if compiler == "eager" else by_arrival(graph_module, compiled, COMPILING)
+        _compiled(graph_module, compiler, failed)
+        if compiler == "eager"
+        else by_arrival(graph_module, compiled, COMPILING)
     )
     return _holding(function, calls_in(graph_module.graph))
 
@@ -101,18 +112,41 @@ def _holding(function: Boxed, held: Any) -> Boxed:
     return call
 
 
-def _compiled(graph_module: fx.GraphModule, compiler: StageCompiler, donated: Collection[int] = ()) -> Boxed:
+def _compiled(
+    graph_module: fx.GraphModule,
+    compiler: StageCompiler,
+    failed: Callable[[], None] | None = None,
+    donated: Collection[int] = (),
+) -> Boxed:
     if compiler == "eager":
         return eager_stage(graph_module)
     examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
     module = functional_sums(unboxed(graph_module))
-    loops = opaque_loops(module, lambda body: _compiled(body, compiler))
-    if compiler == "inductor":
-        function = from_zero(graph_module, _boxed(torch_private.inductor(module, examples, DECOMPOSITIONS, donated)))
+    loops = opaque_loops(module, lambda body: _compiled(body, compiler, failed))
+    if isinstance(compiler, Inductor):
+        try:
+            code = torch_private.inductor(module, examples, DECOMPOSITIONS, donated, dict(compiler.options))
+        except torch_private.InductorError as error:
+            _warn_of_failure(graph_module, error)
+            if failed is not None:
+                failed()
+            return eager_stage(graph_module)
+        function = from_zero(graph_module, _boxed(code))
     else:
         assert callable(compiler)
         function = from_zero(graph_module, _boxed(compiler(module, examples)))
     return _holding(function, loops)
+
+
+def _warn_of_failure(module: fx.GraphModule, error: Exception) -> None:
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    warnings.warn(
+        f"roundpipe_fx: Inductor could not compile {module._get_name()}, which runs eagerly instead: "
+        f"{type(error).__name__}: {lines[0]} A plan that was made for compiled stages may not hold; the next one of a "
+        "model on one device is made for eager stages, as stage_compiler='eager' does from the start.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def unboxed(module: fx.GraphModule) -> fx.GraphModule:

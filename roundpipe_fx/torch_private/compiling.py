@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor.exc import InductorError
 
 from roundpipe_fx.torch_private.forks import ForkedLock
 
 __all__ = [
+    "InductorError",
     "boxed_codegen",
     "boxed_false",
     "graph_module",
@@ -21,6 +23,7 @@ __all__ = [
     "inductor",
     "inductor_code",
     "inductor_decomposition",
+    "inductor_settings",
     "is_traced",
     "without_wrapper",
 ]
@@ -56,6 +59,7 @@ def inductor(
     example_inputs: Sequence[Any],
     decompositions: Mapping[Any, Callable[..., Any]],
     donated: Collection[int] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile a functional ATen graph with Inductor. The result is boxed.
 
@@ -68,6 +72,10 @@ def inductor(
         decompositions: of operators, which take precedence over Inductor's own.
         donated: positions of inputs that the code may write over. Inductor's cache does not know them, and would give
             code for others; so they are part of the tag of its keys.
+        options: names and values of Inductor's settings.
+
+    Raises:
+        InductorError: it cannot compile the graph.
     """
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor import config
@@ -89,7 +97,7 @@ def inductor(
         torch.no_grad(),
         tracing(context),
         V.set_fake_mode(mode),
-        config.patch(fallback_random=True),
+        config.patch({**(options or {}), "fallback_random": True}),
         caching.patch(cache_key_tag=tag),
     ):
         retrace = make_fx(
@@ -117,6 +125,7 @@ def inductor_code(
     example_inputs: Sequence[Any],
     decompositions: Mapping[Any, Callable[..., Any]],
     donated: Collection[int] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> str:
     """The Python code that Inductor writes for a graph, with kernels that are not compiled.
 
@@ -127,6 +136,7 @@ def inductor_code(
         example_inputs: fake ones.
         decompositions: see :func:`inductor`.
         donated: see :func:`inductor`.
+        options: see :func:`inductor`.
 
     Returns:
         the text of a module with a function, or a method, ``call``, which allocates, frees and calls the kernels.
@@ -150,8 +160,13 @@ def inductor_code(
         mock.patch.object(GraphLowering, "compile_to_module", write),
         config.patch(force_disable_caches=True),
     ):
-        inductor(module, example_inputs, decompositions, donated)
+        inductor(module, example_inputs, decompositions, donated, options)
     return written[-1]
+
+
+def inductor_settings() -> list[str]:
+    """Names of Inductor's settings."""
+    return list(torch._inductor.list_options())
 
 
 def inductor_decomposition(node: fx.Node) -> fx.Graph:

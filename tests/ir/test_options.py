@@ -29,6 +29,10 @@ from tests.linear_chain import linear_chain
         ({"stages": 2.5}, TypeError, "positive int, 'auto', or a list"),
         ({"stages": True}, TypeError, "not a bool"),
         ({"stage_compiler": "nvcc"}, ValueError, "'eager', 'inductor'"),
+        ({"inductor_options": {"max_autotun": True}}, ValueError, "Did you mean 'max_autotune'?"),
+        ({"inductor_options": {"fallback_random": False}}, ValueError, "always on"),
+        ({"inductor_options": "max_autotune"}, TypeError, "a mapping of names"),
+        ({"inductor_options": {"max_autotune": True}, "stage_compiler": "eager"}, ValueError, "contradict"),
     ],
 )
 def test_unknown_values(options: dict, error: type[Exception], message: str) -> None:

@@ -15,6 +15,7 @@ import torch.distributed._functional_collectives  # registers the operators
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from roundpipe_fx.ir.options import Inductor
 from roundpipe_fx.runtime.compiled_parts import compile_in_parts, in_parts
 from roundpipe_fx.torch_private import boxed_codegen
 
@@ -88,7 +89,7 @@ wait_tensor_2(all_reduce_2)""",
     )
 
 
-@pytest.mark.parametrize("compiler", ["inductor", _interpreted])
+@pytest.mark.parametrize("compiler", [Inductor(), _interpreted])
 def test_results_are_those_of_the_whole(compiler: Any) -> None:
     inputs = torch.randn(4, 3), torch.randn(3, 3)
     arguments = list(inputs)

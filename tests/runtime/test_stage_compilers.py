@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import roundpipe_fx
+from roundpipe_fx import torch_private
 from roundpipe_fx.ir.joint_graph import Phase
-from roundpipe_fx.torch_private import ProfiledMemory, profile_memory
+from roundpipe_fx.torch_private import InductorError, ProfiledMemory, profile_memory
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step, train_step
 from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
 
@@ -220,3 +224,48 @@ def test_compilers_see_functional_graphs() -> None:
     compiled = roundpipe_fx.compile(TiedTransformer(), stages=2, recompute="full", stage_compiler=compiler)
     compiled(tokens, tokens).backward()
     assert {module.phase for module in compiled.plan.modules} == set(Phase) - {Phase.WEIGHT}
+
+
+def test_settings_of_inductor_are_those_of_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold while its stages are compiled, and not outside."""
+    seen = []
+    inner = torch._inductor.compile_fx.compile_fx_inner
+
+    def compile_fx_inner(*arguments: Any, **others: Any) -> Any:
+        seen.append((torch._inductor.config.max_fusion_size, torch._inductor.config.fallback_random))
+        return inner(*arguments, **others)
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx_inner", compile_fx_inner)
+    usual = torch._inductor.config.max_fusion_size
+    model = DropoutMLP()
+    compiled = roundpipe_fx.compile(model, stage_compiler="inductor", inductor_options={"max_fusion_size": 3})
+    compiled(torch.randn(6, 8)).sum().backward()
+    assert seen and set(seen) == {(3, True)} and usual != 3 == seen[0][0]
+    assert torch._inductor.config.max_fusion_size == usual
+
+
+def test_what_inductor_cannot_compile_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a warning; the next plan is made for eager stages, and is that of eager stages."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise InductorError(RuntimeError("no compiler here"), None)
+
+    x = torch.randn(6, 8)
+    eager = DropoutMLP()
+    model = copy.deepcopy(eager)
+    expected = roundpipe_fx.compile(eager, memory_budget=0.5)
+    compiled = roundpipe_fx.compile(model, memory_budget=0.5, stage_compiler="inductor")
+    monkeypatch.setattr(torch_private, "inductor", fails)
+    for step in range(3):
+        for one in (expected, compiled):
+            one.zero_grad()
+            torch.manual_seed(step)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                one(x).sum().backward()
+        texts = [str(warning.message) for warning in told if "Inductor could not compile" in str(warning.message)]
+        assert bool(texts) == (step == 0) and all("no compiler here" in text for text in texts)
+        for left, right in zip(eager.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(left.grad, right.grad)
+    assert len(compiled.plans) == 2 and compiled.plan.peak_bytes == expected.plan.peak_bytes
+    assert compiled.plan.budget == expected.plan.budget
