@@ -70,7 +70,7 @@ USED: Mapping[str, str] = {
     "torch._guards": "TracingContext detect_fake_mode tracing",
     "torch._inductor": "list_options",
     "torch._inductor.compile_fx": "compile_fx_inner",
-    "torch._inductor.config": "fallback_random force_disable_caches patch",
+    "torch._inductor.config": "fallback_random fx_graph_cache fx_graph_remote_cache patch",
     "torch._inductor.decomposition": "select_decomp_table",
     "torch._inductor.output_code": "CompiledFxGraph",
     "torch._inductor.exc": "InductorError",

@@ -153,12 +153,12 @@ def inductor_code(
         if threading.get_ident() != thread:
             return compile_to_module(graph)
         written.append(graph.codegen()[0].value)
-        return types.SimpleNamespace(call=None, __file__="")
+        return types.SimpleNamespace(call=lambda *_: None, __file__="")
 
     with (
         _writing,  # what one thread has put in place, another one would put back
         mock.patch.object(GraphLowering, "compile_to_module", write),
-        config.patch(force_disable_caches=True),
+        config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
     ):
         inductor(module, example_inputs, decompositions, donated, options)
     return written[-1]
