@@ -86,7 +86,7 @@ def test_a_data_loader_whose_workers_call_the_model() -> None:
     def collate(batch: list[torch.Tensor]) -> torch.Tensor:
         return model(torch.stack(batch))
 
-    expected = collate([*rows])
+    expected = torch.cat([collate([*rows[:4]]), collate([*rows[4:]])])  # kernels may round by the number of rows
 
     def batches() -> Iterator[torch.Tensor]:
         yield from DataLoader(
