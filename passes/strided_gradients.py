@@ -61,8 +61,8 @@ def mark_strided_gradients(joint: JointGraph) -> JointGraph:
 def _strides_matter(
     node: fx.Node, value: torch.Tensor, zeros: bool, returned: Collection[fx.Node], known: dict[Any, bool]
 ) -> bool:
-    """Whether an operation fails, reads other elements or rounds otherwise if a node's value has other strides than are
-    recorded.
+    """Test for an operation that fails, reads other elements or rounds otherwise if a node's value has other strides
+    than are recorded.
 
     Args:
         node: whose value.
@@ -104,7 +104,7 @@ def _depends(
 
 
 def _lies_as_recorded(node: fx.Node, value: torch.Tensor) -> bool:
-    """Whether a value has the strides that are recorded, but for dimensions without a second element."""
+    """Test for a value with the strides that are recorded, but for dimensions without a second element."""
     recorded = node.meta["val"]
     return all(
         size_hint(size) < 2 or size_hint(step) == size_hint(traced)

@@ -244,7 +244,8 @@ class ProgramEvents:
             self.events.append(event)
         leaves = [[local if local == OUTSIDE else of[local] for local in of_result] for of_result in followed.returns]
         if compiled is not None:
-            for returned, of_result in zip(module.graph.output_node().args[0], leaves, strict=True):  # type: ignore
+            results: Any = module.graph.output_node().args[0]
+            for returned, of_result in zip(results, leaves, strict=True):
                 self.makers.update(dict.fromkeys(set(of_result) - {OUTSIDE}, returned))
         self.calls.append(FollowedCall(name, set(storages), start, len(self.events), leaves))
         return leaves

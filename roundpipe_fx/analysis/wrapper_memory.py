@@ -34,7 +34,7 @@ _ALLOCATES = "empty_strided_"
 
 
 class Layout(NamedTuple):
-    """What a tensor that is passed in is like."""
+    """Sizes, strides, element type and device of a tensor that is passed in."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -156,24 +156,27 @@ def _loaded(code: str) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 class _Kernels:
-    """Stands for what compiles kernels: each is a function that does nothing."""
+    """Stands for what compiles kernels."""
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return _kernel
+    def __getattr__(self, name: str) -> Callable[..., _Kernel]:
+        return lambda *_, **__: _Kernel()
 
     def wait(self, names: dict[str, Any]) -> None:
         """Nothing is compiled."""
 
 
-def _kernel(*_: Any, **__: Any) -> Callable[..., Any]:
-    return _nothing
+class _Kernel:
+    """Stands for a kernel, and does nothing."""
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        """As kernels in C++ are called."""
+
+    def run(self, *_: Any, **__: Any) -> None:
+        """As those of Triton are."""
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Stands for a kernel."""
-
-
-_nothing.run = _nothing  # type: ignore[attr-defined]  # kernels of Triton's are run so
+    """Stands for a check."""
 
 
 def _allocating(device: str) -> Callable[..., torch.Tensor]:

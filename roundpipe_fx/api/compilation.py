@@ -58,8 +58,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_RUNS_EAGERLY = "runs eagerly"
-
 
 @dataclass(kw_only=True)
 class _Compilation:
@@ -150,7 +148,7 @@ class _OnOneDevice(_Compilation):
     def _lower(self, joint: JointGraph) -> Result[Lowered]:
         def lower_with(joint: JointGraph, options: Options, step: StepNeeds | None) -> Result[Lowered]:
             learned = self.learned
-            if self.name in learned.of_graph(_RUNS_EAGERLY):
+            if learned.runs_eagerly(self.name):
                 options = dataclasses.replace(options, stage_compiler="eager", inductor_options=())
             return lower(
                 joint, options, self.registered_syncs, share=learned.share, workspaces=learned.workspaces, step=step
@@ -239,10 +237,6 @@ class _OnOneDevice(_Compilation):
         assert self.lowered.budget is not None
         self.learned.steps.tell_of_more(what, size, self.lowered.peak.bytes, self.lowered.budget)
 
-    def _see_failure(self) -> None:
-        """Note that stages of this graph run eagerly, since Inductor cannot compile them."""
-        self.learned.see(f"{_RUNS_EAGERLY}/{self.name}", 1)
-
     def _profile(self, lowered: Lowered) -> ProfiledStep | None:
         """Measures in a step whether compiled stages exceed the budget; ``None`` if there is none.
 
@@ -287,7 +281,7 @@ class _OnOneDevice(_Compilation):
         return self._see_workspace if self.lowered.budget is not None else None
 
     def _load(self, lowered: Lowered, program: Program, see: Callable[[str, int], None] | None) -> Boxed:
-        failed = self._see_failure if lowered.budget is not None else None
+        failed = functools.partial(self.learned.see_failure, self.name) if lowered.budget is not None else None
         in_order = lowered.runs_in_order
         stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled, see, in_order, failed)
         return load_program(program, stages, strided=lowered.stage_compiler != "eager")

@@ -25,6 +25,7 @@ _FIRST_HEADROOM = 0.02
 _MOST_HEADROOM = 0.5
 _WORKSPACE = "workspace"
 _BROUGHT = "brought"
+_EAGER = "eager"
 _noting = ForkedLock()
 
 
@@ -85,6 +86,14 @@ class Learned:
         """Names of the incoming gradients of a graph that steps have passed and plans would not expect."""
         prefix = f"{_BROUGHT}/{graph} "
         return frozenset(name.removeprefix(prefix) for name in self.assumed if name.startswith(prefix))
+
+    def see_failure(self, graph: str) -> None:
+        """Record that Inductor cannot compile a stage of a graph, which runs eagerly."""
+        self.see(f"{_EAGER}/{graph}", 1)
+
+    def runs_eagerly(self, graph: str) -> bool:
+        """Test for a graph that plans are made for as one of eager stages, since Inductor cannot compile one."""
+        return f"{_EAGER}/{graph}" in self.assumed
 
     @property
     def workspaces(self) -> Mapping[str, int]:

@@ -118,7 +118,7 @@ class Lowered:
 
     @functools.cached_property
     def _course(self) -> Course:
-        """What the programs do to memory in a step of one call."""
+        """Allocations and frees of the programs in a step of one call."""
         joint, device = self.joint, self.setting.device
         return course_of_programs(joint, self.forward, self.backward, self.tangents, device, self.follow)
 

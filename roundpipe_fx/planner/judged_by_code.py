@@ -7,18 +7,20 @@ planner's schedules are in order of what they recompute, and their peaks fall in
 judged, a peak is estimated from what the operations need::
 
     schedules           1     2     3     4     5     6          limit 5
-    operations need     9     8     7     6     5     4
-    the code needs                                   [2.6]       fits: 4 × 0.65
-    estimated           5.9   5.2   4.6   3.9   3.3
-    the code needs                 [4.7]                         fits; of 2, 5.4 is estimated: 3 is taken
+    operations need     9     8     7     6     5     4          5 is the first within the limit by these
+    the code needs                            [3.3]              so others are estimated to need 0.66 times as much
+    the code needs     [6.0]                                     estimated 5.9: it recomputes nothing, and is judged
+    estimated                 5.3   4.7   4.0
+    the code needs                 [4.8]                         fits; for 2, 5.4 is estimated: 3 is taken
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -66,94 +68,80 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
     """
     graph = CutProgram.of(cut(joint, setting), setting)
     plans = choices(graph.operations, budget, 1.0, graph.whole)
-    return _Judged(graph, plans).within(budget)
+    operations = [plan.candidate.peak.bytes for plan in plans]
+    last = len(plans) - 1
+
+    @functools.cache
+    def judged(place: int) -> Evaluation[Lowered]:
+        chosen = dataclasses.replace(plans[place], limit=max(plans[place].limit, operations[place]))
+        return _judged(graph.evaluate(Candidate(chosen)))
+
+    def peak(place: int) -> int:
+        return judged(place).peak
+
+    if isinstance(budget, int):
+        known: dict[int, int] = {}
+        limit = int(budget * setting.share)
+        first = next((place for place in range(last) if operations[place] <= limit), last)
+    else:
+        known = {place: peak(place) for place in ({last} if budget == 0.0 else {0, last})}
+        limit = int(limit_of(budget, min(known.values()), max(known.values())) * setting.share)
+        first = 0 if budget == 1.0 else last
+    place = least_recomputed(operations, peak, limit, first, known)
+    if place is None and isinstance(budget, int):
+        # The last schedule is judged for any budget that no other one keeps, so what it needs is always named.
+        return _unmet(dataclasses.replace(plans[last], limit=limit), peak(last), budget)
+    return Found(_for_limit(judged(last), peak(last)) if place is None else _for_limit(judged(place), limit))
 
 
-class _Judged:
-    """The planner's schedules, the least recomputation first, and those that were judged.
+def least_recomputed(
+    operations: Sequence[int], judge: Callable[[int], int], limit: int, first: int, judged: Mapping[int, int]
+) -> int | None:
+    """The first schedule whose code is within a limit, as far as a few that are judged say.
 
     Args:
-        graph: that they are for.
-        plans: the schedules.
+        operations: bytes of each schedule's operations, the least recomputation first.
+        judge: gives the bytes of a schedule's code.
+        limit: bytes.
+        first: the schedule that is judged first.
+        judged: bytes of the code of schedules that are known.
+
+    Returns:
+        its number; ``None``: those that were judged, the last one among them, need more.
     """
+    known = dict(judged)
+    tried = first
+    for _ in range(_JUDGED):
+        known[tried] = judge(tried)
+        above = max((place for place, size in known.items() if size > limit), default=-1)
+        best = min((place for place, size in known.items() if size <= limit and place > above), default=None)
+        end = len(operations) if best is None else best
+        rest = [place for place in range(above + 1, end) if place not in known]
+        if not rest:
+            break
+        allowed = (_VERY_ROUGHLY if not place else _ROUGHLY for place in rest)
+        expected = (_expected(operations, known, place) for place in rest)
+        within = (size <= most * limit for size, most in zip(expected, allowed, strict=True))
+        close = next(itertools.compress(rest, within), None)
+        if close is None and best is not None:
+            break
+        tried = rest[-1] if close is None else close
+    if all(size > limit for size in known.values()):
+        known[len(operations) - 1] = judge(len(operations) - 1)
+    return min((place for place, size in known.items() if size <= limit), default=None)
 
-    def __init__(self, graph: CutProgram, plans: Sequence[Chosen]) -> None:
-        self._graph = graph
-        self._plans = plans
-        self._known: dict[int, Evaluation[Lowered]] = {}
 
-    def within(self, budget: int | float) -> Found[Evaluation[Lowered]] | Unmet:
-        """The schedule for a budget, or what is needed at the least."""
-        share = self._graph.setting.share
-        last = len(self._plans) - 1
-        if isinstance(budget, int):
-            limit = int(budget * share)
-            first = next((place for place in range(last) if self._plan(place) <= limit), last)
-        else:
-            ends = [self._peak(place) for place in ({last} if budget == 0.0 else {0, last})]
-            limit = int(limit_of(budget, min(ends), max(ends)) * share)
-            first = 0 if budget == 1.0 else last
-        place = self._least_recomputed(limit, first)
-        if place is None:
-            least = self._peak(last)  # what is judged for any budget that no other schedule keeps
-            if isinstance(budget, int):
-                return _unmet(dataclasses.replace(self._plans[last], limit=limit), least, budget)
-            place, limit = last, least
-        return Found(_for_limit(self._known[place], limit))
-
-    def _least_recomputed(self, limit: int, first: int) -> int | None:
-        """The first schedule whose code is within a limit, as far as a few that are judged say; ``None``: there is
-        none.
-
-        Args:
-            limit: bytes.
-            first: is judged first.
-        """
-        tried = first
-        for _ in range(_JUDGED):
-            self._peak(tried)
-            fits = [place for place in self._known if self._peak(place) <= limit]
-            above = max((place for place in self._known if self._peak(place) > limit), default=-1)
-            best = min((place for place in fits if place > above), default=None)
-            end = len(self._plans) - 1 if best is None else best - 1
-            rest = [place for place in range(above + 1, end + 1) if place not in self._known]
-            if not rest:
-                break
-            allowed = (_VERY_ROUGHLY if not place else _ROUGHLY for place in rest)
-            close = (place for place, most in zip(rest, allowed, strict=True) if self._expected(place) <= most * limit)
-            expected = next(close, None)
-            if expected is None and best is not None:
-                break
-            tried = rest[-1] if expected is None else expected
-        if all(self._peak(place) > limit for place in self._known):
-            self._peak(len(self._plans) - 1)
-        return min((place for place in self._known if self._peak(place) <= limit), default=None)
-
-    def _peak(self, place: int) -> int:
-        """Bytes of a schedule's code, which is written unless it is known."""
-        if place not in self._known:
-            plan = self._plans[place]
-            chosen = dataclasses.replace(plan, limit=max(plan.limit, plan.candidate.peak.bytes))
-            evaluation = self._graph.evaluate(Candidate(chosen))
-            lowered = by_code(evaluation.emitted)
-            self._known[place] = dataclasses.replace(evaluation, emitted=lowered, peaks=(lowered.peak.bytes,))
-        return self._known[place].peak
-
-    def _plan(self, place: int) -> int:
-        """Bytes of a schedule's operations."""
-        return self._plans[place].candidate.peak.bytes
-
-    def _expected(self, place: int) -> float:
-        """Bytes of a schedule's code, estimated from those that are known on either side, or on one."""
-        earlier = max((known for known in self._known if known < place), default=None)
-        later = min((known for known in self._known if known > place), default=None)
-        if earlier is None or later is None:
-            known = later if earlier is None else earlier
-            assert known is not None
-            return self._peak(known) * self._plan(place) / self._plan(known)
-        high, low = self._plan(earlier), self._plan(later)
-        part = (self._plan(place) - low) / (high - low) if high > low else 0.0
-        return self._peak(later) + part * (self._peak(earlier) - self._peak(later))
+def _expected(operations: Sequence[int], known: Mapping[int, int], place: int) -> float:
+    """Bytes of a schedule's code, estimated from those that are known on either side, or on one."""
+    earlier = max((other for other in known if other < place), default=None)
+    later = min((other for other in known if other > place), default=None)
+    if earlier is None or later is None:
+        near = later if earlier is None else earlier
+        assert near is not None
+        return known[near] * operations[place] / operations[near]
+    high, low = operations[earlier], operations[later]
+    part = (operations[place] - low) / (high - low) if high > low else 0.0
+    return known[later] + part * (known[earlier] - known[later])
 
 
 def search_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Found[Evaluation[Lowered]] | Unmet:

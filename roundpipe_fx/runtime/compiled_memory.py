@@ -1,4 +1,4 @@
-"""Compiled memory: what stage modules do to memory when Inductor has compiled them.
+"""Compiled memory: allocations and frees of stage modules that Inductor compiles.
 
 Read off the code that Inductor writes for a stage module (:mod:`roundpipe_fx.analysis.wrapper_memory`), before its
 kernels are compiled. That takes as long as Inductor takes to write it, so what was read is kept on disk, by the stage's
@@ -70,16 +70,8 @@ def follow_compiled(
             values = fx.node.map_arg(node.args, lambda operand: operand.meta["val"])
             for key in (name, call_signature(name, values)):
                 workspaces[key] = max(workspaces.get(key, 0), size)
-    known_of = (
-        call.fingerprint,
-        donated,
-        [[*leaves] for leaves in storages],
-        inputs,
-        sorted(workspaces.items()),
-        options,
-    )
-    text = repr(known_of)
-    key = hashlib.sha256(text.encode()).hexdigest()[:32]
+    depends_on = call.fingerprint, donated, [[*s] for s in storages], inputs, sorted(workspaces.items()), options
+    key = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]
     if key not in _known:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
@@ -109,7 +101,7 @@ def _follow(
         code = inductor_code(module, examples, DECOMPOSITIONS, donated, dict(options))
         return follow_wrapper(code, inputs, workspaces, storages)
     except Exception as error:  # of code that reads numbers, or has constants
-        log.info("the memory of %s is not read off Inductor's code: %s: %s", call.name, type(error).__name__, error)
+        log.warning("the memory of %s is not read off Inductor's code: %s: %s", call.name, type(error).__name__, error)
         return None
     finally:
         loops.clear()  # held as long as fake ones are called

@@ -122,7 +122,7 @@ def returned_outputs(graph: fx.GraphModule, num_forward_outputs: int) -> list[in
 
 
 def _is_returned(description: Any) -> bool:
-    """Whether an output is one of Dynamo's graph, or an inner tensor of one."""
+    """Test for an output of Dynamo's graph, or an inner tensor of one."""
     while isinstance(description, SubclassGetAttrAOTOutput):
         description = description.base
     return isinstance(description, PlainAOTOutput)

@@ -129,7 +129,7 @@ def inductor_code(
 ) -> str:
     """The Python code that Inductor writes for a graph, with kernels that are not compiled.
 
-    Takes a small part of the time of a compilation. Its own caches are left alone, which would keep what cannot run.
+    Inductor's cache of graphs is switched off meanwhile: it would keep what cannot run.
 
     Args:
         module: the graph.

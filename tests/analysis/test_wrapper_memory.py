@@ -1,4 +1,4 @@
-"""What Inductor's code does to memory, read off its text."""
+"""Allocations and frees of Inductor's code, read off its text."""
 
 from __future__ import annotations
 

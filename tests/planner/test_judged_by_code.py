@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -13,28 +12,19 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.planner import judged_by_code
-from roundpipe_fx.planner.judged_by_code import _Judged
 from tests.long import long_but
 from tests.runtime.test_compiled_memory import Words
 
 
-class _Numbers(_Judged):
-    """Schedules of which only the bytes are known: of their operations, and of their code."""
+def _least_recomputed(operations: list[int], code: list[int], limit: int, first: int) -> tuple[int | None, set[int]]:
+    """The schedule that is found, and those that were judged."""
+    judged: set[int] = set()
 
-    def __init__(self, operations: list[int], code: list[int]) -> None:
-        plans: Any = operations
-        super().__init__(None, plans)  # type: ignore[arg-type]
-        self.code = code
-        self.judged: set[int] = set()
+    def judge(place: int) -> int:
+        judged.add(place)
+        return code[place]
 
-    def _peak(self, place: int) -> int:
-        self._known[place] = None  # type: ignore[assignment]
-        self.judged.add(place)
-        return self.code[place]
-
-    def _plan(self, place: int) -> int:
-        plan: Any = self._plans[place]
-        return int(plan)
+    return judged_by_code.least_recomputed(operations, judge, limit, first, {}), judged
 
 
 _FALLING = st.lists(st.integers(1000, 100000), min_size=1, max_size=12).map(lambda sizes: sorted(sizes, reverse=True))
@@ -45,15 +35,13 @@ def test_a_schedule_within_the_limit_is_found_where_the_last_one_is(data: st.Dat
     count = len(operations)
     code = sorted(data.draw(st.lists(st.integers(1000, 100000), min_size=count, max_size=count)), reverse=True)
     limit = data.draw(st.integers(900, 100100))
-    judged = _Numbers(operations, code)
-    first = data.draw(st.integers(0, count - 1))
-    place = judged._least_recomputed(limit, first)
-    assert len(judged.judged) <= judged_by_code._JUDGED + 1
+    place, judged = _least_recomputed(operations, code, limit, data.draw(st.integers(0, count - 1)))
+    assert len(judged) <= judged_by_code._JUDGED + 1
     if code[-1] > limit:
         assert place is None
         return
     assert place is not None and code[place] <= limit
-    assert all(code[other] > limit for other in judged.judged if other < place)
+    assert all(code[other] > limit for other in judged if other < place)
 
 
 @given(data=st.data(), operations=_FALLING)
@@ -63,8 +51,7 @@ def test_the_best_schedule_is_found_where_code_needs_a_share_of_its_operations(
     share = data.draw(st.sampled_from([0.25, 0.5, 1.0, 1.25]))
     code = [int(size * share) for size in operations]
     limit = data.draw(st.integers(min(code), 130000))
-    judged = _Numbers(operations, code)
-    place = judged._least_recomputed(limit, data.draw(st.integers(0, len(code) - 1)))
+    place, _ = _least_recomputed(operations, code, limit, data.draw(st.integers(0, len(code) - 1)))
     best = next(place for place, size in enumerate(code) if size <= limit)
     near = [place for place, size in enumerate(code) if limit < size <= 1.3 * limit]
     assert place == best or len(near) >= judged_by_code._JUDGED - 2
@@ -114,3 +101,9 @@ def test_a_step_of_two_backwards_is_within_its_share() -> None:
             loss.backward(retain_graph=True)
             loss.backward()
     assert peak.bytes <= compiled.plan.peak_bytes <= compiled.plan.budget
+
+
+def test_the_example_of_the_page() -> None:
+    """The one that the module's docstring shows."""
+    place, judged = _least_recomputed([90, 80, 70, 60, 50, 40], [60, 55, 48, 41, 33, 26], 50, 4)
+    assert place == 2 and judged == {0, 2, 4}

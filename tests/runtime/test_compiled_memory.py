@@ -1,4 +1,4 @@
-"""What plans of stages by Inductor say of their memory, held against what is allocated."""
+"""Planned memory of stages by Inductor, held against what is allocated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roundpipe_fx.runtime import compiled_memory
 from tests.long import long_but
 
 MOST = {"blocks": 1.01, "words": 1.01, "images": 1.2}
-"""How many times what is allocated a plan says at most. Workspaces of convolutions depend on what is read."""
+"""The largest ratio of planned to allocated bytes. Workspaces of convolutions depend on what is read."""
 
 
 class Blocks(nn.Module):

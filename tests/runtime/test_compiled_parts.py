@@ -126,7 +126,7 @@ def test_parts_of_a_tuple_stay_with_it() -> None:
 
 
 def _dies(value: weakref.ref) -> bool:
-    """Whether a value is gone soon: a thread of the collective may hold it a little longer."""
+    """Wait for a value to be gone: a thread of the collective may hold it a little longer."""
     for _ in range(100):
         if value() is None:
             return True

@@ -80,7 +80,7 @@ def test_what_is_put_together_of_expanded_outputs_and_views_is_counted(more: str
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """What is left in cycles stays."""
+    """Meanwhile no garbage is collected, so values in cycles stay."""
     gc.collect()
     gc.disable()
     try:
