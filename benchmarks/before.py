@@ -33,7 +33,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     "nothing recomputed": {"recompute": "none"},
     "budget 0.3": {"memory_budget": 0.3},
 }
-_COMPILATIONS = 3
+_COMPILATIONS = 6
 _STEPS = 2
 """Of each pair the last of so many steps counts, as in a loop of its own."""
 

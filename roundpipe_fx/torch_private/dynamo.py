@@ -17,6 +17,7 @@ import torch._dynamo.exc
 from torch import fx
 from torch._dynamo.eval_frame import OptimizedModule
 
+from roundpipe_fx.torch_private.interpreter_stack import in_one_chunk
 from roundpipe_fx.torch_private.tracing_retries import was_retried
 
 __all__ = [
@@ -101,11 +102,13 @@ def enter_around_compilations(by_others: Callable[[CodeType, Sequence[torch.nn.M
     if hasattr(compile_frame, "roundpipe_fx"):
         return
 
+    compile_undisturbed = in_one_chunk(compile_frame)
+
     def compile_frame_in_context(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         around = getattr(_given_backend(self), "around_compilations", None)
         if around is not None:
             with around(CompiledFrame(frame.f_code, _given_options(self))):
-                return compile_frame(self, frame, *args, **kwargs)
+                return compile_undisturbed(self, frame, *args, **kwargs)
         compiled = compile_frame(self, frame, *args, **kwargs)
         if compiled.guarded_code is not None:
             by_others(frame.f_code, _owners(frame.f_locals))
