@@ -5,8 +5,9 @@ python -m benchmarks.inductor --models GPT-2 "Llama, 32 K words"
 python -m benchmarks.inductor --ways torch.compile "ours 0.0"
 
 Each measurement is a process with one thread. Bytes are the peak of the resident set beyond that before the step, with
-an allocator that returns what is freed at once. Seconds are those of the processor, the median of steps with an
-allocator that keeps it.
+an allocator that returns what is freed at once; ours have those of the plan in brackets. Seconds are those of the
+processor, the median of steps with an allocator that keeps it; the last figure is the time of the first step, which
+compiles, with nothing from the disk.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +36,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 import roundpipe_fx
 from benchmarks.models import UNet
 from benchmarks.side_by_side import RESULTS, Case, build, checkpoint_blocks, report, step
+from benchmarks.side_by_side import cases as small_vocabularies
 
 _SMALL, _LARGE = 1024, 32768
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
@@ -41,7 +44,7 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of ``mallopt``."""
 _PATIENCE = 900
-_TITLE = "resident MB / processor seconds of a step, one thread"
+_TITLE = "resident MB (planned) / processor seconds of a step / seconds of the first step, one thread"
 
 _Way = Callable[[nn.Module, Case], Callable[..., Any]]
 
@@ -155,10 +158,16 @@ def _text_cases() -> list[Case]:
         return transformers.BertForMaskedLM(config)
 
     decoders = "model.layers.{}"
+
+    def gemma2(words: int) -> nn.Module:
+        config = transformers.Gemma2Config(**decoder, vocab_size=words, head_dim=width // heads)
+        return transformers.Gemma2ForCausalLM(config)
+
     models: dict[str, tuple[Callable[[int], nn.Module], str]] = {
         "GPT-2": (gpt2, "transformer.h.{}"),
         "Llama": (llama, decoders),
         "Qwen3": (qwen3, decoders),
+        "Gemma-2": (gemma2, decoders),
         "OPT": (opt, "model.decoder.layers.{}"),
         "BERT": (bert, "bert.encoder.layer.{}"),
     }
@@ -179,7 +188,8 @@ def _text_cases() -> list[Case]:
     alone = dataclasses.replace(
         large, name=f"{large.name}, loss alone", make=lambda: _LossAlone(large.make()), blocks=inside
     )
-    return [*cases, alone]
+    narrow = dataclasses.replace(large, name=f"{large.name}, bf16", make=lambda: large.make().to(torch.bfloat16))
+    return [*cases, alone, narrow]
 
 
 def _tokens(words: int, batch: int, length: int) -> dict[str, Any]:
@@ -198,6 +208,7 @@ def _images(*shape: int) -> dict[str, Any]:
 def cases() -> list[Case]:
     """The models, with random weights."""
     depth = 3
+    others = {"T5", "ViT", "ResNet", "Qwen3-MoE bf16"}
     unet_blocks = (*(f"down.{i}" for i in range(depth + 1)), *(f"up.{i}" for i in range(depth)))
     return [
         *_text_cases(),
@@ -209,6 +220,7 @@ def cases() -> list[Case]:
             tuple(f"blocks.{i}" for i in range(6)),
             "",
         ),
+        *(case for case in small_vocabularies(layers=4, width=256, length=256) if case.name in others),
     ]
 
 
@@ -240,27 +252,37 @@ def _row(name: str, ways: list[str]) -> dict[str, Any]:
     row: dict[str, Any] = {"model": name, **dict.fromkeys(WAYS, "")}
     for way in ways:
         found = _in_a_process(name, way)
-        row[way] = found if isinstance(found, str) else f"{found['bytes'] / 1e6:.0f} / {found['seconds']:.2f}"
+        row[way] = found if isinstance(found, str) else _cell(**found)
         print(f"{name}, {way}: {row[way]}", file=sys.stderr, flush=True)
     return row
 
 
-def _in_a_process(name: str, way: str) -> dict[str, float] | str:
+def _cell(bytes: int, planned: int | None, seconds: float, first: float) -> str:
+    of_plan = "" if planned is None else f" ({planned / 1e6:.0f})"
+    return f"{bytes / 1e6:.0f}{of_plan} / {seconds:.2f} / {first:.0f}"
+
+
+def _in_a_process(name: str, way: str) -> dict[str, Any] | str:
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.inductor", "--one", name, way]
     environment = {**os.environ, **_ALLOCATOR, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, env=environment)
+    with tempfile.TemporaryDirectory() as cache:
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": cache, "ROUNDPIPE_FX_CACHE": cache}
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, env=environment)
     lines = ran.stdout.splitlines()
     if ran.returncode or not lines:
         return (ran.stderr.splitlines() or [f"ended with {ran.returncode}"])[-1]
-    found: dict[str, float] = json.loads(lines[-1])
+    found: dict[str, Any] = json.loads(lines[-1])
     return found
 
 
-def _measured(case: Case, way: _Way) -> dict[str, float]:
+def _measured(case: Case, way: _Way) -> dict[str, Any]:
     """Bytes and seconds of a step in this process."""
     torch.set_num_threads(1)
     model, batch = build(case), case.make_batch()
     run = way(model, case)
+    begin = time.perf_counter()
+    step(run, model, batch)
+    first = time.perf_counter() - begin
     for _ in range(3):  # a plan may learn from the first
         model.zero_grad()
         Path("/proc/self/clear_refs").write_text("5")
@@ -275,7 +297,8 @@ def _measured(case: Case, way: _Way) -> dict[str, float]:
         begin = time.process_time()
         step(run, model, batch)
         seconds.append(time.process_time() - begin)
-    return {"bytes": peak, "seconds": statistics.median(seconds[1:])}
+    planned = run.plan.peak_bytes if isinstance(run, roundpipe_fx.CompiledModule) else None
+    return {"bytes": peak, "planned": planned, "seconds": statistics.median(seconds[1:]), "first": first}
 
 
 def _resident(kind: str) -> int:

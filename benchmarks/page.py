@@ -100,10 +100,10 @@ _PARTS = (
     ),
     _Part(
         "before",
-        "Beside earlier versions",
+        "Beside an earlier version",
         "benchmarks.before",
-        "The same models with this repository's code before tiles were known (5893003), and before its list of passes "
-        "(d87887c): nothing that is not in tiles has become slower or larger.",
+        "The same models with this repository's code before there was one planner, and plans were made for Inductor's "
+        "code (92ea36c).",
     ),
     _Part(
         "first_step",

@@ -31,7 +31,7 @@ _REPEATED = 32
 _WRITTEN = 2
 """Factor on the price of a value that takes no memory unless it is saved."""
 _RETURNED = 2
-"""Divisor of the price of a value that the caller gets: it exists anyway, until the caller drops it."""
+"""Divisor of the price of a value that the caller holds: it exists anyway."""
 
 
 def recompute_in_readers(joint: JointGraph, whole_backward: bool) -> JointGraph:
@@ -60,7 +60,8 @@ def _repeated(joint: JointGraph) -> set[fx.Node]:
     needed = dict.fromkeys(base for node in _later(joint) for base in _bases(node))
     costs: dict[fx.Node, int] = {}
     fusible: set[fx.Node] = set()
-    returned = {viewed(node) for node in joint.forward_outputs if isinstance(node, fx.Node)}
+    outputs = enumerate(joint.forward_outputs)
+    returned = {viewed(node) for place, node in outputs if isinstance(node, fx.Node) and place not in joint.dropped}
     pending = list(needed)
     while pending:
         value = pending.pop()

@@ -116,7 +116,7 @@ class OperationGraph:
         hold_at: by storage that is not saved, the last segment of its checkpoint, if that spans several: recomputed
             before the backward of that segment, it is held for all of them.
         outputs: forward storages that the caller gets.
-        copied: forward storages that only the caller reads, which copies them when the forward is over.
+        released: forward storages that the caller gets and frees when the forward is over.
         tangents: storages of incoming gradients.
         held: those of them that the caller may hold; the others are expanded scalar zeros.
         loss: bytes of a loss that is computed outside the model.
@@ -146,7 +146,7 @@ class OperationGraph:
     must_recompute: frozenset[int]
     hold_at: dict[int, int]
     outputs: frozenset[int]
-    copied: frozenset[int]
+    released: frozenset[int]
     tangents: frozenset[int]
     held: frozenset[int]
     loss: int

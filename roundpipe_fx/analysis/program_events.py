@@ -92,7 +92,7 @@ def course_of(
     tangents: Collection[fx.Node] = (),
     granularity: int = 1,
     *,
-    updates: Collection[int] = (),
+    released: Collection[int] = (),
     outside: int = 0,
     sums: bool = False,
     follow: Follow | None = None,
@@ -104,7 +104,8 @@ def course_of(
         backward: the backward program; ``None`` for inference.
         tangents: incoming gradients that the step is expected to get; others are an expanded scalar zero.
         granularity: bytes that the device's allocator rounds sizes up to.
-        updates: numbers of the results that the caller copies into inputs and frees when the forward is over.
+        released: numbers of the results that the caller frees when the forward is over: it copies them into inputs, or
+            drops them.
         outside: bytes that are allocated elsewhere from the loss until the backward is over.
         sums: whether the backward finds accumulated gradients of earlier microbatches.
         follow: follows stage modules that were compiled; ``None``: as their operations run one after the other.
@@ -112,11 +113,11 @@ def course_of(
     run = ProgramEvents(granularity, follow)
     results = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
     outputs = results[: forward.outputs]
-    copied = [storage for place in updates for storage in results[place]]
-    lasting = [storage for place, leaves in enumerate(outputs) if place not in updates for storage in leaves]
+    lasting = [storage for place, leaves in enumerate(outputs) if place not in released for storage in leaves]
+    freed = [storage for place in released for storage in results[place] if storage not in {OUTSIDE, *lasting}]
     loss = 0 if backward is None else loss_bytes(tangents, granularity)
     ends = len(run.events)
-    run.events.append(Event((CALLER, None), copied, (), workspace=loss))
+    run.events.append(Event((CALLER, None), freed, (), workspace=loss))
     arriving: dict[int, list[int]] = {}
     gradients: list[list[int]] = []
     arrived: dict[fx.Node, list[int]] = {}
@@ -134,7 +135,7 @@ def course_of(
         gradients = run.program(backward, [inputs[node] for node in backward.inputs], held=lasting)
         lasting += [loss_gradient, *(storage for node in tangents for storage in arrived.get(node, ()))]
         lasting += [storage for leaves in gradients for storage in leaves]
-    kept = {storage for leaves in outputs for storage in leaves if storage != OUTSIDE} - set(copied)
+    kept = {storage for leaves in outputs for storage in leaves if storage != OUTSIDE} - set(freed)
     return Course(
         forward=forward,
         backward=backward,

@@ -63,7 +63,7 @@ def read_operations(
     for storage in tangents:
         reader.segment_of[storage] = segments
     makers = {storage: operation.index for operation in forward for storage in operation.makes}
-    outputs, copied = _outputs(
+    outputs, released = _outputs(
         joint, reader, [*forward, *(operation for block in backward.values() for operation in block)]
     )
     values = _values(joint, reader, makers)
@@ -83,7 +83,7 @@ def read_operations(
         must_recompute=frozenset(must_recompute),
         hold_at=_hold_at(forward, backward, must_recompute),
         outputs=frozenset(outputs & makers.keys()),
-        copied=frozenset(copied & makers.keys()),
+        released=frozenset(released & makers.keys()),
         tangents=tangents,
         held=held,
         loss=loss_bytes(expected, granularity),
@@ -131,14 +131,15 @@ def _snapshots(
 def _outputs(
     joint: JointGraph, reader: _OperationReader, operations: Collection[Operation]
 ) -> tuple[set[int], set[int]]:
-    """Storages that the caller gets and holds, and those that it alone reads, and copies into inputs."""
-    results: tuple[set[int], set[int]] = set(), set()
+    """Storages that the caller gets and holds, and those that it frees when the forward is over: it copies them into
+    inputs, and nothing else reads them, or drops them."""
+    held, copied, dropped = set[int](), set[int](), set[int]()
     for place, node in enumerate(joint.forward_outputs):
         if isinstance(node, fx.Node):
-            results[place in joint.updates].update(reader.of(node))
-    copied = results[True] - results[False]
-    copied.difference_update(*(operation.reads for operation in operations))
-    return (results[False] | results[True]) - copied, copied
+            results = copied if place in joint.updates else dropped if place in joint.dropped else held
+            results.update(reader.of(node))
+    held |= copied.intersection(storage for operation in operations for storage in operation.reads)
+    return held, (copied | dropped) - held
 
 
 def _gradients(joint: JointGraph, reader: _OperationReader, added: Collection[fx.Node]) -> frozenset[int]:

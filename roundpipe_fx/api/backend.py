@@ -21,7 +21,7 @@ from roundpipe_fx.analysis.host_sync import registered_sync_ops
 from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, within_the_rest
 from roundpipe_fx.api.compilation import compile_graph
 from roundpipe_fx.api.learned import Learned
-from roundpipe_fx.api.plans_of_modules import note_plan, noting_models
+from roundpipe_fx.api.plans_of_modules import add_plan, note_plan, noting_models
 from roundpipe_fx.budget import parse_budget
 from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.frontend.graph_breaks import around_compilations
@@ -112,7 +112,7 @@ def _backend_by_name(
     made: list[Plan] = []
 
     def on_plan(plan: Plan) -> None:
-        made.append(plan)
+        add_plan(made, plan)
         note_plan((module for reference in references if (module := reference()) is not None), plan)
 
     run = within_the_rest(beside_graphs_of(modules), parsed, on_plan, compile_within)

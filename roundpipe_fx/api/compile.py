@@ -28,6 +28,7 @@ def compile(
     recompute: str | None = None,
     memory_budget: int | float | str | None = None,
     tiling: str | None = None,
+    outputs: str = "auto",
     cost: str = "roofline",
     stage_compiler: str | Callable[..., Any] | None = None,
     inductor_options: Mapping[str, Any] | None = None,
@@ -72,6 +73,10 @@ def compile(
             differently, so bitwise equality is promised only without tiles. ``None``: where a budget in bytes cannot be
             met otherwise; the plan says so. ``"auto"``: also where a step within the budget is then modelled to be
             shorter. ``"never"``.
+        outputs: whether the caller still holds the model's outputs when the backward of the model's own loss begins, on
+            one device: ``"held"`` (``outputs = model(**batch)``), ``"dropped"`` (``loss = model(**batch).loss``), or
+            ``"auto"``: as steps show; until one has, held, or, where the budget cannot be met so, dropped. Plans count
+            what is held; the plan says what it assumes.
         cost: how operations are priced: ``"roofline"`` (modelled, always the same) or ``"measured"`` (timed on the
             device once, kept on disk).
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
@@ -146,6 +151,7 @@ def compile(
             "recompute": recompute,
             "memory_budget": memory_budget,
             "tiling": tiling,
+            "outputs": outputs,
             "host_budget": host_budget,
             "cost": cost,
             "stage_compiler": stage_compiler,
@@ -181,6 +187,10 @@ def compile(
         "splitting": Splitting(split_input, split_label, merge_output),
         "deferred_batch_norm": deferred_batch_norm,
     }
+    if pipelining is not None and options.outputs == "dropped":
+        raise ValueError(
+            "outputs='dropped' is for one device: with microbatches outputs are merged and held until the step is over."
+        )
     if pipelining is None:
         if of_batches != {"splitting": Splitting(), "deferred_batch_norm": False} or loss_reduction != "mean":
             raise ValueError(

@@ -17,6 +17,7 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.api.backend import Backend, Unused, evict_unused, evict_when_unused, make_backend
 from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, parameters_gathered
 from roundpipe_fx.api.learned import Learned
+from roundpipe_fx.api.plans_of_modules import add_plan
 from roundpipe_fx.api.replanning import replanning
 from roundpipe_fx.api.subclassing import forward_like
 from roundpipe_fx.console.progress import working
@@ -110,7 +111,8 @@ class CompiledState:
             self._unused()
         evict_unused()
         beside = functools.partial(_beside_graphs, self.compiled)
-        backend = make_backend(self.options, self.plans.append, self.learned, pipelining, compile_state, beside)
+        add = functools.partial(add_plan, self.plans)
+        backend = make_backend(self.options, add, self.learned, pipelining, compile_state, beside)
         self._unused = evict_when_unused(self, backend)
         return backend
 

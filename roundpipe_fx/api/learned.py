@@ -5,14 +5,15 @@ upper bounds; the first step shows real sizes; the next plan assumes those plus 
 assumptions runs nevertheless, and is replanned before the next one, with more headroom each time: sizes that hardly
 vary are predicted closely, and those that do vary cost few plans. Other facts are learned in the same way: running out
 of memory makes the budget smaller; the memory that custom operators allocate internally is known after the first step,
-and so are gradients of outputs that a model returns beside its loss (:mod:`roundpipe_fx.analysis.outside_loss`) and
-calls that are alive at once (:mod:`roundpipe_fx.remat.learned_steps`).
+and so are gradients of outputs that a model returns beside its loss (:mod:`roundpipe_fx.analysis.outside_loss`), calls
+that are alive at once (:mod:`roundpipe_fx.remat.learned_steps`), and outputs that the caller drops before the backward
+(:mod:`roundpipe_fx.runtime.dropped_outputs`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from roundpipe_fx.analysis.step_of_calls import NotedStep
@@ -26,6 +27,7 @@ _MOST_HEADROOM = 0.5
 _WORKSPACE = "workspace"
 _BROUGHT = "brought"
 _EAGER = "eager"
+_HELD, _DROPPED = "held", "dropped"
 _noting = ForkedLock()
 
 
@@ -94,6 +96,28 @@ class Learned:
     def runs_eagerly(self, graph: str) -> bool:
         """Test for a graph that plans are made for as one of eager stages, since Inductor cannot compile one."""
         return f"{_EAGER}/{graph}" in self.assumed
+
+    def see_held(self, graph: str, outputs: Collection[int]) -> None:
+        """Record outputs of a graph, by number, that a step has held and its plan assumed dropped."""
+        for place in outputs:
+            self.see(f"{_HELD}/{graph} {place}", 1)
+
+    def see_dropped(self, graph: str, outputs: Collection[int]) -> None:
+        """Record outputs of a graph that a step has dropped and its plan assumed held."""
+        for place in outputs:
+            self.see(f"{_DROPPED}/{graph} {place}", 1)
+
+    def held(self, graph: str) -> frozenset[int]:
+        """Numbers of the outputs of a graph that some step has held although its plan assumed otherwise."""
+        return self._outputs(_HELD, graph)
+
+    def dropped(self, graph: str) -> frozenset[int]:
+        """Numbers of the outputs of a graph that plans assume dropped before the backward."""
+        return self._outputs(_DROPPED, graph) - self.held(graph)
+
+    def _outputs(self, what: str, graph: str) -> frozenset[int]:
+        prefix = f"{what}/{graph} "
+        return frozenset(int(name.removeprefix(prefix)) for name in self.assumed if name.startswith(prefix))
 
     @property
     def workspaces(self) -> Mapping[str, int]:

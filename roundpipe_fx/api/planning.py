@@ -44,6 +44,7 @@ def plan(
     network: Network | None = None,
     stages: int | str | list[str] | tuple[str, ...] = "auto",
     tiling: str | None = None,
+    outputs: str = "auto",
     offloaded: bool = False,
     num_microbatches: int | None = None,
     schedule: str | Schedule | None = None,
@@ -109,6 +110,7 @@ def plan(
         stages: as for :func:`roundpipe_fx.compile`. ``"auto"`` with a number as ``mesh_shape``: one, two, four, … on
             each device, whichever takes the shortest step.
         tiling: as for :func:`roundpipe_fx.compile`.
+        outputs: as for :func:`roundpipe_fx.compile`, of a plan for one device.
         offloaded: whether the model stays on the CPU, while the device holds what the current stage reads, as with
             ``roundpipe_fx.compile(model, devices=["cuda:0"])``; all devices are then of one process.
         num_microbatches: as for :func:`roundpipe_fx.compile`; by default twice the number of devices if there are
@@ -142,6 +144,7 @@ def plan(
             "stages": stages,
             "memory_budget": memory_budget,
             "tiling": tiling,
+            "outputs": outputs,
             "host_budget": host_budget,
             "stage_compiler": "eager",
         }

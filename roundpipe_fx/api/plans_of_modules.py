@@ -57,7 +57,16 @@ _runs = WeakTensorKeyDictionary()
 def note_plan(modules: Iterable[nn.Module], plan: Plan) -> None:
     """Record a plan as that of modules; it lives as long as they do."""
     for module in modules:
-        _plans.setdefault(module, []).append(plan)
+        add_plan(_plans.setdefault(module, []), plan)
+
+
+def add_plan(made: list[Plan], plan: Plan) -> None:
+    """Add a plan to those of a model, in the place of an earlier one of the same compilation."""
+    for place, earlier in enumerate(made):
+        if earlier.compilation is plan.compilation:
+            made[place] = plan
+            return
+    made.append(plan)
 
 
 def noting_models(run: Callable[..., Any], modules: Iterable[nn.Module], made: Sequence[Plan]) -> Callable[..., Any]:

@@ -97,6 +97,11 @@ class Lowered:
         """Whether some operations run in tiles."""
         return any(isinstance(node.target, TileLoop) for node in self.joint.computed())
 
+    @property
+    def is_tight(self) -> bool:
+        """Test for a plan that would be another one with more memory."""
+        return self.recompute_seconds > 0 or self.is_tiled or bool(self.setting.context.host_copies)
+
     @functools.cached_property
     def runs_in_order(self) -> bool:
         """Test that nothing reads a value beside the stage module that reads it last: no other stream, no copy to the
@@ -169,7 +174,8 @@ def course_of_programs(
     """
     granularity = allocation_granularity(device)
     outside = returned_view_bytes(joint, granularity)
-    return course_of(forward, backward, tangents, granularity, updates=joint.updates, outside=outside, follow=follow)
+    released = [*joint.updates, *sorted(joint.dropped)]
+    return course_of(forward, backward, tangents, granularity, released=released, outside=outside, follow=follow)
 
 
 def _donating_nothing(follow: Follow) -> Follow:

@@ -34,7 +34,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 
 log = logging.getLogger(__name__)
 
-_FORMAT = "roundpipe_fx plan 3"
+_FORMAT = "roundpipe_fx plan 4"
 _MOST_FILES = 1000
 _ADDRESS = " at 0x"
 """In the text of an object that has no other."""
@@ -51,6 +51,7 @@ class CachedPlan:
         sent: bytes of values that leave for the host, if their copies are hidden; the last of them may exceed it.
         room: bytes that all these values have at most.
         shared: whether the schedule is for the graph after common subexpressions were eliminated.
+        dropped: numbers of outputs that the caller is assumed to drop before the backward begins.
         schedule: as data: see :mod:`roundpipe_fx.compiler.schedule_data`.
         marks: as data: see :mod:`roundpipe_fx.compiler.cached_marks`.
     """
@@ -61,6 +62,7 @@ class CachedPlan:
     sent: int
     room: int
     shared: bool
+    dropped: tuple[int, ...]
     schedule: Any
     marks: Any
 
@@ -97,6 +99,7 @@ class PlanFile:
                 sent=_number(data["sent"]),
                 room=_number(data["room"]),
                 shared=data["shared"] is True,
+                dropped=tuple(map(_number, data["dropped"])),
                 schedule=data["schedule"],
                 marks=data["marks"],
             )
@@ -122,6 +125,7 @@ class PlanFile:
             "sent": plan.sent,
             "room": plan.room,
             "shared": plan.shared,
+            "dropped": plan.dropped,
             "schedule": plan.schedule,
             "marks": plan.marks,
         }

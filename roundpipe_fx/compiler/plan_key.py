@@ -43,7 +43,7 @@ def describe_graph(joint: JointGraph) -> Iterator[str]:
             f"{_value(meta.get('val'))} {joint.labels.get(node)} {node in joint.parameters} "
             f"{node in joint.mutated_inputs}"
         )
-    yield f"{joint.num_forward_outputs} {joint.gradient_owners} {joint.updates}"
+    yield f"{joint.num_forward_outputs} {joint.gradient_owners} {joint.updates} {sorted(joint.dropped)}"
 
 
 def _value(value: Any) -> str:

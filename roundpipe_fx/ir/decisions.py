@@ -336,6 +336,7 @@ class Decisions:
             are fixed, or the budget is no number of bytes.
         training: whether there is a backward.
         tiles: regions that are carried out in tiles; sums over tiles round differently.
+        dropped_bytes: bytes of the outputs that the caller is assumed to drop before the backward begins.
         gathered_bytes: bytes that FSDP2 allocates at most at one time to gather parameters, beside ``budget`` and
             ``peak``: of a budget in bytes they are set aside.
         bucket_bytes: bytes of the buckets of the DistributedDataParallel around the model, or inside: it allocates them
@@ -357,6 +358,7 @@ class Decisions:
     sizes: Mapping[str, int]
     training: bool
     tiles: tuple[PlannedTiles, ...] = ()
+    dropped_bytes: int = 0
     gathered_bytes: int = 0
     bucket_bytes: int = 0
     library_bytes: int = 0

@@ -173,6 +173,7 @@ class JointGraph:
         segments: the segments in forward order, once the graph is cut into them (segments).
         cuts: the stages in the order in which they run, once segments are gathered in them (stages, rounds).
         own_gradients: operations of the model whose gradients autograd would not find from the forward alone, as text.
+        dropped: numbers of outputs that the caller is assumed to drop before the backward begins.
     """
 
     module: fx.GraphModule
@@ -184,6 +185,7 @@ class JointGraph:
     segments: tuple[Segment, ...] = ()
     cuts: tuple[StageCut, ...] = ()
     own_gradients: tuple[str, ...] = ()
+    dropped: frozenset[int] = frozenset()
 
     @property
     def graph(self) -> fx.Graph:
@@ -261,6 +263,19 @@ class JointGraph:
         besides."""
         return [self.outputs[place] for place in returned_outputs(self.module, self.num_forward_outputs)]
 
+    @property
+    def droppable(self) -> frozenset[int]:
+        """Numbers of the outputs that a caller may drop before the backward: those beside a loss, if there is one."""
+        losses = [node for node in self.tangents if is_tensor(node) and node.meta["val"].dim() == 0]
+        places = returned_outputs(self.module, self.num_forward_outputs) if losses else ()
+        return frozenset(
+            place
+            for place in places
+            if place not in self.updates
+            and isinstance(self.outputs[place], fx.Node)
+            and any(value.dim() > 0 for value in tensor_values(self.outputs[place]))
+        )
+
     def computed(self) -> Iterator[fx.Node]:
         """Nodes that compute something, in graph order.
 
@@ -315,6 +330,7 @@ class JointGraph:
             segments=self.segments,
             cuts=self.cuts,
             own_gradients=self.own_gradients,
+            dropped=self.dropped,
         )
 
     def drop_unread(self) -> None:

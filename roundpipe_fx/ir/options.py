@@ -35,6 +35,7 @@ _RECOMPUTE = ("none", "full")
 _NOT_OF_THE_USER = ("device_name", "rotor", "following")
 _TILING = ("auto", "never")
 _COSTS = ("roofline", "measured")
+_OUTPUTS = ("auto", "held", "dropped")
 _STAGE_COMPILERS = ("eager", "inductor")
 _OURS = {
     "fallback_random": "stages draw the numbers that eager mode draws, so it is always on.",
@@ -85,6 +86,9 @@ class Options:
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
             ``None``: eager on the CPU, Inductor on CUDA.
         inductor_options: names and values of Inductor's settings, for stages that it compiles.
+        outputs: whether the caller still holds the model's outputs when the backward of its loss begins: ``"held"``,
+            ``"dropped"``, or ``"auto"``: as steps show; until one has, held, or, where the budget cannot be met so,
+            dropped.
         passes: gets the list of passes, and returns the one that is run; ``None``: the list as it is.
         device_name: name of a device to plan for instead of the model's; internal.
         rotor: options for following a checkpointing sequence; internal.
@@ -99,6 +103,7 @@ class Options:
     cost: str = "roofline"
     stage_compiler: Literal["eager", "inductor"] | Callable[..., Any] | None = None
     inductor_options: tuple[tuple[str, Any], ...] = ()
+    outputs: Literal["auto", "held", "dropped"] = "auto"
     passes: Callable[[list[Any]], Sequence[Any]] | None = None
     device_name: str | None = None
     rotor: RotorOptions | None = None
@@ -149,6 +154,8 @@ class Options:
         checked["host_budget"] = parse_host_budget(checked.get("host_budget"))
         if checked.get("cost", "roofline") not in _COSTS:
             raise ValueError(f"cost={checked['cost']!r}: valid values are {_quoted(_COSTS)}.")
+        if checked.get("outputs", "auto") not in _OUTPUTS:
+            raise ValueError(f"outputs={checked['outputs']!r}: valid values are {_quoted(_OUTPUTS)}.")
         compiler = checked.get("stage_compiler")
         if compiler is not None and not callable(compiler) and compiler not in _STAGE_COMPILERS:
             raise ValueError(

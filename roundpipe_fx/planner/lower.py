@@ -50,6 +50,7 @@ def lower(
     share: float = 1.0,
     workspaces: Mapping[str, int] | None = None,
     step: StepNeeds | None = None,
+    droppable: frozenset[int] = frozenset(),
 ) -> Result[Lowered]:
     """Run the passes and emit stage modules and programs.
 
@@ -62,6 +63,8 @@ def lower(
         workspaces: what operators whose needs depend on data, and compiled stages, have been seen to allocate for
             themselves, by name.
         step: what else the step holds, where it makes several calls.
+        droppable: numbers of outputs that may be assumed to be dropped by the caller before the backward begins, where
+            the budget cannot be met otherwise.
 
     Raises:
         ValueError: a stage name that does not exist in the model.
@@ -86,12 +89,13 @@ def lower(
         budget = step.limit
         setting = dataclasses.replace(setting, share=1.0)
     if budget is not None:
-        looking = _looking_in_tiles(joint, setting)
-        rotor = options.rotor is not None
-        result = following_rotor(joint, setting) if rotor else _searched(joint, budget, looking)
+        result = following_rotor(joint, setting) if options.rotor is not None else _searched(joint, budget, setting)
         if isinstance(result, Infeasible) and isinstance(asked, float):
             # The limit is a share of what graphs needed when they were planned alone, before a step had shown all.
-            result = _searched(joint, result.minimum, looking)
+            result = _searched(joint, result.minimum, setting)
+        if isinstance(result, Infeasible) and droppable - joint.dropped and options.rotor is None:
+            joint = dataclasses.replace(joint, dropped=joint.dropped | droppable)
+            result = _searched(joint, budget, setting)
         if isinstance(result, Infeasible):
             return result
         lowered = result.value
@@ -114,6 +118,7 @@ def lower(
 
 def _searched(joint: JointGraph, budget: int | float, setting: Setting) -> Result[Lowered]:
     """The programs of the quickest plan, or what the user is told."""
+    setting = _looking_in_tiles(joint, setting)
     if has_code(setting) and not wants_host(joint, setting.device.type):
         result = search_by_code(joint, budget, setting)
     else:
@@ -248,6 +253,7 @@ def _to_cache(lowered: Lowered, marks: Any) -> CachedPlan:
         sent=lowered.setting.sent,
         room=lowered.setting.room,
         shared=chosen.followed is not chosen.graph,
+        dropped=tuple(sorted(lowered.joint.dropped)),
         schedule=schedule_as_data(schedule),
         marks=marks,
     )
@@ -266,7 +272,7 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
         TypeError: it is no plan.
         KeyError: it is no plan.
     """
-    joint = mark_as_cached(joint, cached.marks)
+    joint = dataclasses.replace(mark_as_cached(joint, cached.marks), dropped=frozenset(cached.dropped))
     # Copies are made as in planning: nodes that passes add to them are named by what else has been there.
     whole = setting.knowing(everything_saved=True).run(joint.copy(), PassLevel.STAGED) if cached.shared else joint
     copy = whole.copy()

@@ -234,7 +234,7 @@ def _course(graph: OperationGraph, schedule: PlannedSchedule) -> _Course:
     if any(step.early for step in steps):
         backward = _early_first(backward)
     lasting = {_LOSS, *graph.outputs, *graph.held, *(latest.get(storage, storage) for storage in graph.gradients)}
-    loss = Event(None, tuple(graph.copied), (), workspace=graph.loss)
+    loss = Event(None, tuple(graph.released), (), workspace=graph.loss)
     return _Course([*graph.forward_events, loss, *backward], sizes, arriving, lasting, copied)
 
 

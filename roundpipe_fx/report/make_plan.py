@@ -11,15 +11,16 @@ Each operation of a stage is counted once. Its marks say to which seconds and to
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from roundpipe_fx.analysis.allocator_histories import histories_of
 from roundpipe_fx.analysis.caching_allocator import CachingAllocator, History
-from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data, learned_name
+from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data, learned_name, tensor_bytes
 from roundpipe_fx.analysis.memory_timeline import memory_timeline
 from roundpipe_fx.analysis.program_events import Follow
 from roundpipe_fx.analysis.simulator import peak_of_course, worst_history
@@ -27,7 +28,7 @@ from roundpipe_fx.codegen import Program, StageModule, own_nodes
 from roundpipe_fx.compiler.lowered import Lowered, course_of_programs, trained_inputs
 from roundpipe_fx.compiler.planned_values import ValueCosts, allocating, hoist_reason, planned_tiles, planned_values
 from roundpipe_fx.ir.decisions import PlannedStage
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values, tensor_values
 from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.report.plan_details import EmittedStep, emitted_lines
@@ -57,20 +58,43 @@ def plan_of(lowered: Lowered) -> Plan:
         on_host=tuple(copy.value for copy in setting.context.host_copies),
         programs=(lowered.forward,) if backward is None else (lowered.forward, backward),
         read_operations=chosen.read_operations if chosen is not None else None,
-        # Of what is needed for it, so that the plan does not keep the planner's result.
-        read_step=functools.partial(
-            _emitted_step,
-            joint,
-            modules,
-            lowered.forward,
-            backward,
-            lowered.tangents,
-            setting.device,
-            setting.histories,
-            lowered.follow,
-        ),
+        read_step=_reader(lowered),
         read_in_tiles=setting.read_in_tiles,
         tiles=planned_tiles(joint),
+        dropped_bytes=dropped_bytes(joint),
+    )
+
+
+def with_dropped_outputs(plan: Plan, lowered: Lowered) -> Plan:
+    """Correct a plan for what the caller does with the outputs.
+
+    Args:
+        plan: of the same programs.
+        lowered: the programs, and the outputs that the caller drops.
+    """
+    return dataclasses.replace(
+        plan, peak=lowered.peak, dropped_bytes=dropped_bytes(lowered.joint), read_step=_reader(lowered)
+    )
+
+
+def dropped_bytes(joint: JointGraph) -> int:
+    """Bytes of the outputs that the caller is assumed to drop before the backward."""
+    return tensor_bytes([value for place in joint.dropped for value in tensor_values(joint.outputs[place])])
+
+
+def _reader(lowered: Lowered) -> Callable[[], EmittedStep]:
+    """Reads the step off its programs. It holds what is needed for that, and not the planner's result."""
+    setting = lowered.setting
+    return functools.partial(
+        _emitted_step,
+        lowered.joint,
+        lowered.modules,
+        lowered.forward,
+        lowered.backward,
+        lowered.tangents,
+        setting.device,
+        setting.histories,
+        lowered.follow,
     )
 
 

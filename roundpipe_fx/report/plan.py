@@ -48,6 +48,7 @@ class Plan(Decisions):
         alternatives: of a pipeline, the plans of its frontier; others search for them when :meth:`look_into` asks.
         timing: when each action would run, if pipelined.
         measured: when the actions of the latest step ran, once there was one, for each device.
+        compilation: identity of the compilation; a later plan of the same one takes the place of this one.
     """
 
     modules: tuple[StageModule, ...] = field(compare=False)
@@ -59,6 +60,7 @@ class Plan(Decisions):
     alternatives: Alternatives = field(compare=False, default_factory=Alternatives)
     timing: Timing | None = field(compare=False, default=None)
     measured: list[list[list[Span]]] = field(compare=False, default_factory=list)
+    compilation: object = field(compare=False, default_factory=object)
 
     def timeline(self) -> Timeline:
         """When each device runs which action: as predicted and, after a step, as measured in the latest one.

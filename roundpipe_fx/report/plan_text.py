@@ -53,6 +53,10 @@ def header_lines(plan: Decisions) -> list[str]:
         )
     if plan.tiles:
         lines.append(f"carried out in tiles, so sums round differently: {tiles_text(plan.tiles)}")
+    if plan.dropped_bytes:
+        lines.append(
+            f"assumed: the caller drops {bytes_text(plan.dropped_bytes)} of outputs before the backward begins"
+        )
     if plan.sizes:
         lines.append(f"made for sizes up to: {_bounds(plan.sizes)}")
     if plan.assumed:

@@ -1,0 +1,77 @@
+"""Dropped outputs: outputs of a model that its caller holds no longer when the backward begins.
+
+A training loop often takes the loss alone and drops the scores, which at a language model's head are the largest values
+of the step::
+
+    loss = model(**batch).loss        scores freed here
+    outputs = model(**batch)          scores held until ``outputs`` is bound anew
+    loss.backward()
+
+When the backward program is called, an output is held if memory of it is still referred to: by a weak reference to its
+storage, or, where the backward reads it, by more than the list of the backward's arguments.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from roundpipe_fx.runtime.compiled_loops import Boxed
+from roundpipe_fx.torch_private import StorageReference, graph_is_kept, is_sole_reference
+
+_MOST = 64
+"""Calls that wait for their backwards, at most; those before them are forgotten."""
+
+
+class DroppedOutputs:
+    """Observes which outputs of a graph's calls are held when their backwards begin.
+
+    Args:
+        outputs: numbers of the outputs.
+        saved: position among the backward's inputs, by number of an output that the backward reads.
+        see: called before each backward with the numbers of those that are held.
+    """
+
+    def __init__(
+        self, outputs: Collection[int], saved: Mapping[int, int], see: Callable[[frozenset[int]], None]
+    ) -> None:
+        self._saved = saved
+        self._others = [place for place in outputs if place not in saved]
+        self._see = see
+        self._waiting: deque[dict[int, StorageReference]] = deque(maxlen=_MOST)
+
+    def forward(self, run: Boxed) -> Boxed:
+        """Wrap the forward program."""
+
+        def call(arguments: list[Any]) -> tuple[Any, ...]:
+            results = run(arguments)
+            self._waiting.append(
+                {
+                    place: StorageReference(results[place].untyped_storage())
+                    for place in self._others
+                    if isinstance(results[place], torch.Tensor) and results[place].layout is torch.strided
+                }
+            )
+            return results
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    def backward(self, run: Boxed) -> Boxed:
+        """Wrap the backward program."""
+
+        def call(arguments: list[Any]) -> tuple[Any, ...]:
+            if not graph_is_kept():  # else autograd holds what it has saved
+                # Calls are not told apart: an output of any call that waits is held.
+                calls, held = [*self._waiting], set[int]()
+                self._waiting.clear()
+                held.update(place for references in calls for place, of in references.items() if not of.expired())
+                held.update(place for place, of in self._saved.items() if not is_sole_reference(arguments, of))
+                self._see(frozenset(held))
+            return run(arguments)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
