@@ -22,6 +22,7 @@ from roundpipe_fx.distributed.tensor_parallel import (
     rewrapped,
     tensor_parallel_ranks,
 )
+from roundpipe_fx.ir.decisions import ModelMemory
 from roundpipe_fx.ir.options import Options, meant
 from roundpipe_fx.pipeline.batches.microbatch import row_counts, split_inputs
 from roundpipe_fx.pipeline.settings import Undivided, parse_pipelining
@@ -94,8 +95,8 @@ def plan(
         model: any module that ``torch.compile`` can trace as one graph.
         *args: its inputs; only shapes and dtypes of tensors matter.
         memory_budget: as for :func:`roundpipe_fx.compile`. ``None``: 90 % of the device's memory less the model's
-            parameters and buffers, unless it is offloaded; with several devices less those of its own stages, on the
-            device that has most of them. No limit for ``"cpu"``.
+            parameters and buffers, and the memory of ``optimizer``, unless it is offloaded; with several devices less
+            those of its own stages, on the device that has most of them. No limit for ``"cpu"``.
         device: name of a device with a roofline (``"RTX 4090"``, ``"H100"``, ``"cpu"``, …); ``None``: this machine's
             GPU if its name is among them, else the CPU.
         devices: how many such devices the step is pipelined over.
@@ -120,8 +121,9 @@ def plan(
         host_budget: as for :func:`roundpipe_fx.compile`; ``None``: no limit, and with several devices that are not
             offloaded, which are processes, nothing leaves.
         host_links: as for :func:`roundpipe_fx.compile`; only if the model is offloaded.
-        optimizer: one whose memory is counted if the model is offloaded, or with ``mesh_shape``, made from the model's
-            parameters or from copies of them, which are counted too. Like them it needs no memory here:
+        optimizer: one whose memory is counted, made from the model's parameters or from copies of them, which are
+            counted too: on the host if the model is offloaded, else on the device, or those of the mesh. (Several
+            devices without ``mesh_shape`` do not count it.) Like them it needs no memory here:
             ``torch.optim.AdamW(model.parameters())`` of a model on the meta device.
         **kwargs: more inputs.
 
@@ -168,13 +170,17 @@ def plan(
     alone = "offloaded=True" if offloaded else f"devices={devices}" if devices > 1 and mesh_shape is None else ""
     check_tensor_parallel(ranks, mesh_shape, given_ranks, alone)
     over_processes = mesh_shape is not None or (devices > 1 and not offloaded)
+    memory = NO_OPTIMIZER
+    if optimizer is not None:
+        memory = optimizer_memory(optimizer, {id(parameter) for parameter in model.parameters()})
+    tensors = map(local_tensor, (*model.parameters(), *model.buffers()))
+    weights = 0 if offloaded else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    state = 0 if offloaded or over_processes else memory.bytes
     if budget is None:
         total = int(_SHARE * (DEVICES[name].memory or 0))
-        tensors = map(local_tensor, (*model.parameters(), *model.buffers()))
-        weights = 0 if offloaded else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if total:
-            _check_weights(weights, total, devices * (replicas if shard or of_any_shape else 1), name)
-        budget = (total if over_processes else total - weights) if total else 1.0
+            _check_weights(weights, state, total, devices * (replicas if shard or of_any_shape else 1), name)
+        budget = (total if over_processes else total - weights - state) if total else 1.0
     options = dataclasses.replace(options, memory_budget=budget, device_name=name)
     # Not on the meta device: there operations like ``nll_loss`` have a kernel and no gradient, and the backward of the
     # loss would be missing in the graph.
@@ -196,9 +202,6 @@ def plan(
             host_links=host_links,
         )
         assert parsed is not None
-        memory = NO_OPTIMIZER
-        if optimizer is not None:
-            memory = optimizer_memory(optimizer, {id(parameter) for parameter in model.parameters()})
         pipelining = dataclasses.replace(
             parsed,
             # Offloaded, devices are of one process: those beside the first get copies of inputs, as others there do.
@@ -221,7 +224,12 @@ def plan(
     model = copy.deepcopy(model, stand_ins)
     planned = compiled_module(model, options, fullgraph=True, dynamic=False, pipelining=pipelining)
     step_plan = planned.trace(*args, **kwargs)
-    if step_plan.pipeline is None or step_plan.pipeline.mesh is None:
+    if step_plan.pipeline is None:
+        optimizer_name = type(optimizer).__name__ if optimizer is not None else ""
+        device_bytes = DEVICES[name].memory or 0
+        held = ModelMemory(parameters=weights, optimizer=state, optimizer_name=optimizer_name, device=device_bytes)
+        return dataclasses.replace(step_plan, model=held)
+    if step_plan.pipeline.mesh is None:
         return step_plan
     if undivided is not None:
         tokens //= step_plan.pipeline.mesh.replicas
@@ -355,6 +363,7 @@ _OPTIONS = (
     "network",
     "stages",
     "tiling",
+    "outputs",
     "offloaded",
     "num_microbatches",
     "schedule",
@@ -381,11 +390,12 @@ def _check_names(model: nn.Module, inputs: Collection[str]) -> None:
             )
 
 
-def _check_weights(weights: int, total: int, devices: int, name: str) -> None:
+def _check_weights(weights: int, state: int, total: int, devices: int, name: str) -> None:
     """Refuse weights that fill the devices, however they are divided.
 
     Args:
         weights: bytes of the parameters and buffers on devices.
+        state: bytes of the optimizer's state there.
         total: bytes of a device that may be used.
         devices: how many there are.
         name: of a device.
@@ -393,14 +403,16 @@ def _check_weights(weights: int, total: int, devices: int, name: str) -> None:
     Raises:
         InfeasibleBudgetError: they do.
     """
-    if weights < total * devices:
+    if weights + state < total * devices:
         return
     each = f"{devices} times {name}" if devices > 1 else name
+    optimizer = f", the optimizer's state {bytes_text(state)}" if state else ""
     raise InfeasibleBudgetError(
-        f"the model's parameters and buffers alone take {bytes_text(weights)}, and {_SHARE:.0%} of {each}'s memory is "
+        f"the model's parameters and buffers alone take {bytes_text(weights)}{optimizer}, and {_SHARE:.0%} of {each}'s "
+        f"memory is "
         f"{bytes_text(total * devices)}. A model that stays on the CPU has the current stage there, not all of it: "
         "offloaded=True here, compile(model, devices=['cuda:0']) there. Or use more devices.",
-        weights,
+        weights + state,
     )
 
 

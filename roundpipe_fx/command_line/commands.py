@@ -131,23 +131,27 @@ def fit(asked: argparse.Namespace) -> tuple[str, Any]:
             outcome = f"fits, peak {bytes_text(plan.peak_bytes)}" if plan is not None else "does not fit"
             print(f"batch {rows}: {outcome}", file=sys.stderr)
 
-    rows, largest = largest_batch(lambda rows: _planned(asked, named, rows), note)
+    rows, largest = largest_batch(lambda rows: _planned(asked, named, rows, optimizer=asked.optimizer), note)
     recomputes = f"recomputes {largest.recompute_seconds * 1e3:.3f} of {largest.forward_seconds * 1e3:.3f} modelled ms"
     unit = "image" if named.images else "row"
     each = "" if named.images else f" of {asked.sequence} tokens"
     count = f"{rows} {unit}{'' if rows == 1 else 's'}{each}"
     text = f"largest batch: {count} (peak {bytes_text(largest.peak_bytes)}, {recomputes})"
     held = tensor_bytes([*named.model.parameters(), *named.model.buffers()])
-    if not asked.offloaded and asked.devices == 1:
+    if largest.model is not None and largest.model.optimizer_name:
+        optimizer = f"{largest.model.optimizer_name}'s state, {bytes_text(largest.model.optimizer)}"
+        text += f"\nbeside the peak: parameters and buffers, {bytes_text(held)}; {optimizer}"
+    elif not asked.offloaded and asked.devices == 1:
         state = 2 * tensor_bytes([parameter for parameter in named.model.parameters() if parameter.requires_grad])
         text += (
             f"\nbeside the peak: parameters and buffers, {bytes_text(held)}; what an optimizer keeps is not counted "
-            f"({bytes_text(state)} for AdamW): give a --memory-budget that leaves it"
+            f"({bytes_text(state)} for AdamW): give --optimizer"
         )
     return text, {
         "batch": rows,
         "sequence": None if named.images else asked.sequence,
         "parameter_bytes": held,
+        "optimizer_bytes": largest.model.optimizer if largest.model is not None else 0,
         "peak_bytes": largest.peak_bytes,
         "recompute_seconds": largest.recompute_seconds,
         "forward_seconds": largest.forward_seconds,

@@ -92,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_page(planning, "write a page to explore the plan with")
     fitting = command("fit", commands.fit, "the largest batch whose step fits a device")
     _add_model(fitting)
+    _add_optimizer(fitting)
     explaining = command("explain", commands.explain, "what happens to a value, or to all values of a module")
     trade_off = command("frontier", commands.frontier, "peak bytes against modelled seconds of recomputation")
     for added in (explaining, trade_off):
@@ -139,9 +140,11 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--shard", choices=["dp"], help="replicas share out parameters, gradients and optimizer state")
     parser.add_argument("--schedule", metavar="NAME", help="of the pipeline, or auto: the quickest; default 1f1b")
-    parser.add_argument(
-        "--optimizer", metavar="CLASS", help="of torch.optim, such as AdamW, whose state is counted with --mesh-shape"
-    )
+    _add_optimizer(parser)
+
+
+def _add_optimizer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--optimizer", metavar="CLASS", help="of torch.optim, such as AdamW, whose state is counted")
 
 
 def _add_page(parser: argparse.ArgumentParser, help: str) -> None:

@@ -317,6 +317,23 @@ class PeakMoment:
     line: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelMemory:
+    """What a device holds between steps, beside which a step is planned. In bytes.
+
+    Attributes:
+        parameters: the model's parameters and buffers.
+        optimizer: the optimizer's state, and copies of parameters that it steps in their place.
+        optimizer_name: its class; empty: no optimizer was given.
+        device: all that the device has; 0: there is no limit.
+    """
+
+    parameters: int
+    optimizer: int
+    optimizer_name: str
+    device: int
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Decisions:
     """All decisions of one compilation: the data of a :class:`roundpipe_fx.Plan`.
@@ -346,6 +363,7 @@ class Decisions:
         on_host: names of the saved values that are on the host between forward and backward. (Those of a pipeline are
             in ``pipeline.offloaded``.)
         pipeline: how a step is pipelined, if it is; the rest of the plan is then that of one microbatch.
+        model: what the device holds beside the step, where it was planned for one that is not there.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -364,6 +382,7 @@ class Decisions:
     library_bytes: int = 0
     on_host: tuple[str, ...] = ()
     pipeline: PlannedPipeline | None = None
+    model: ModelMemory | None = None
 
     @property
     def host_bytes(self) -> int:

@@ -11,6 +11,7 @@ from roundpipe_fx.ir.decisions import (
     Decisions,
     GatheredStage,
     LiveValue,
+    ModelMemory,
     OffloadedValue,
     PeakMoment,
     PlannedDivision,
@@ -31,6 +32,7 @@ def json_of_plan(plan: Decisions, plan_details: PlanDetails) -> str:
     fields["pipeline"] = dataclasses.asdict(plan.pipeline) if plan.pipeline is not None else None
     fields["stages"] = [dataclasses.asdict(stage) for stage in plan.stages]
     fields["peak"] = dataclasses.asdict(plan.peak)
+    fields["model"] = dataclasses.asdict(plan.model) if plan.model is not None else None
     fields["on_host"] = [*plan.on_host]
     fields["tiles"] = [dataclasses.asdict(tiles) for tiles in plan.tiles]
     text = json.dumps({"format": _FORMAT, **fields}, indent=1, default=dict)
@@ -57,6 +59,7 @@ def fields_of_json(text: str) -> dict[str, Any]:
     live = tuple(LiveValue(**value) for value in fields["peak"].pop("live"))
     fields["peak"] = PeakMoment(**fields["peak"], live=live)
     fields["stages"] = tuple(_stage(stage) for stage in fields["stages"])
+    fields["model"] = ModelMemory(**fields["model"]) if fields.get("model") is not None else None
     fields["segments"] = tuple(fields["segments"])
     fields["on_host"] = tuple(fields.get("on_host", ()))
     fields["tiles"] = tuple(PlannedTiles(**tiles) for tiles in fields.get("tiles", ()))

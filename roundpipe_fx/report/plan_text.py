@@ -10,6 +10,7 @@ from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.ir.decisions import (
     LISTS,
     Decisions,
+    ModelMemory,
     PeakMoment,
     PlannedPipeline,
     PlannedStage,
@@ -46,6 +47,8 @@ def header_lines(plan: Decisions) -> list[str]:
     what = "predicted peak" if plan.pipeline is None else "of one microbatch alone, predicted peak"
     libraries = f"; libraries keep {bytes_text(plan.library_bytes)} beside it" if plan.library_bytes else ""
     lines.append(f"{what}: {bytes_text(plan.peak.bytes)} ({plan.peak.bytes} bytes), {_moment(plan.peak)}{libraries}")
+    if plan.model is not None:
+        lines.append(_memory_of_device(plan, plan.model))
     if plan.training:
         lines.append(
             f"saved for the backward: {bytes_text(plan.saved_bytes)}{_on_host(plan)}; recomputed: "
@@ -62,6 +65,20 @@ def header_lines(plan: Decisions) -> list[str]:
     if plan.assumed:
         lines.append(f"depends on data, as seen plus headroom: {_bounds(plan.assumed)}")
     return lines
+
+
+def _memory_of_device(plan: Decisions, model: ModelMemory) -> str:
+    """All that a device holds at the peak, by what people call it."""
+    saved = {value.name for stage in plan.stages for value in (*stage.saved, *stage.hoisted)}
+    gradients = sum(value.bytes for value in plan.peak.live if value.gradient)
+    kept = sum(value.bytes for value in plan.peak.live if value.name in saved and not value.gradient)
+    parts = {"parameters": model.parameters, f"{model.optimizer_name}'s state": model.optimizer}
+    parts |= {"gradients": gradients, "saved values": kept, "temporaries": plan.peak.bytes - gradients - kept}
+    total = model.parameters + model.optimizer + plan.peak.bytes
+    limit = f" of {bytes_text(model.device)}" if model.device else ""
+    held = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size)
+    unknown = "" if model.optimizer_name else ", without an optimizer's state"
+    return f"with the model {bytes_text(total)}{limit}{unknown}: {held}"
 
 
 def _on_host(plan: Decisions) -> str:

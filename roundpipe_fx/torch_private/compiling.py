@@ -84,6 +84,7 @@ def inductor(
     from torch._inductor.virtualized import V
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    example_inputs = _with_names(example_inputs)
     mode = detect_fake_mode(example_inputs)
     context = TracingContext(mode)
     caching: Any = torch.compiler.config
@@ -115,6 +116,37 @@ def inductor(
         # Only a backward may write over its inputs.
         phase: dict[str, Any] = {"is_inference": False, "is_backward": bool(donated)}
         return compile_fx_inner(lowered, list(example_inputs), cudagraphs=boxed_false(), **phase)
+
+
+def _with_names(examples: Sequence[Any]) -> list[Any]:
+    """Inputs of which each number that is computed from others has a symbol of its own.
+
+    Inductor's code names the symbols of which a number is made (``s0 / 100``), and finds only those that are an input,
+    or a size of one.
+    """
+    named: set[Any] = set()
+    for value in examples:
+        sizes = (*value.shape, *value.stride()) if _is_strided(value) else (value,)
+        for size in sizes:
+            if isinstance(size, torch.SymInt | torch.SymFloat) and size.node.expr.is_Symbol:
+                named.add(size.node.expr)
+
+    def with_name(value: Any) -> Any:
+        if not isinstance(value, torch.SymInt | torch.SymFloat) or value.node.expr.free_symbols <= named:
+            return value
+        shapes = value.node.shape_env
+        with shapes.ignore_fresh_unbacked_symbols():
+            return (
+                shapes.create_unbacked_symint()
+                if isinstance(value, torch.SymInt)
+                else shapes.create_unbacked_symfloat()
+            )
+
+    return [with_name(value) for value in examples]
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 _writing = ForkedLock()

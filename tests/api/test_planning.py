@@ -11,6 +11,8 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.analysis.cost import DEVICES
+from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
+from roundpipe_fx.report.plan import Plan
 from tests.golden_models import TiedTransformer
 from tests.hugging_face import gpt2
 
@@ -89,6 +91,32 @@ def test_weights_that_do_not_fit_alone() -> None:
         model = torch.nn.Linear(10**5, 10**5)
     with pytest.raises(roundpipe_fx.InfeasibleBudgetError, match=r"parameters and buffers alone take 37\.3 GiB"):
         roundpipe_fx.plan(model, torch.empty(1, 10**5), device="RTX 4090")
+
+
+def test_a_device_has_the_model_and_its_optimizer_beside_the_step() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 1, bias=False))
+    x = torch.empty(8, 64, device="meta")
+    size = 4 * (64 * 64 + 64)
+    adam = torch.optim.AdamW(model.parameters())
+    plan = roundpipe_fx.plan(model, x, device="H100", optimizer=adam)
+    assert plan.model is not None
+    assert (plan.model.parameters, plan.model.optimizer, plan.model.optimizer_name) == (size, 2 * size, "AdamW")
+    alone = roundpipe_fx.plan(model, x, device="H100")
+    assert alone.budget - plan.budget == 2 * size
+    total = bytes_text(3 * size + plan.peak_bytes)
+    assert f"with the model {total} of 80.0 GiB: parameters 16.2 KiB, AdamW's state 32.5 KiB, gradients" in str(plan)
+    assert "without an optimizer's state" in str(alone)
+    assert Plan.from_json(plan.to_json()).model == plan.model
+    with pytest.raises(InfeasibleBudgetError, match="the optimizer's state"):
+        with torch.device("meta"):
+            large = nn.Linear(1 << 17, 1 << 16)  # 32 GiB, and twice as much
+        roundpipe_fx.plan(
+            large,
+            torch.empty(1, 1 << 17, device="meta"),
+            device="H100",
+            optimizer=torch.optim.AdamW(large.parameters()),
+        )
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from roundpipe_fx.analysis.cost import DEVICES
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
 from roundpipe_fx.command_line import commands
 from roundpipe_fx.command_line.largest_batch import largest_batch
@@ -301,6 +302,20 @@ def test_fit_says_what_is_beside_the_peak(
     assert isinstance(found, dict) and (found["batch"], found["parameter_bytes"]) == (3, parameters)
     assert main([*asked, "--offloaded"]) == 0  # the optimizer's state is on the host
     assert "AdamW" not in capsys.readouterr().out
+
+
+def test_fit_leaves_room_for_an_optimizer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = 3 * 4 * (2 * 64 * 256 + 256 + 64)
+    monkeypatch.setitem(DEVICES, "H100", dataclasses.replace(DEVICES["H100"], memory=8 * parameters))
+    asked = ["fit", _MLP, "--device", "H100", "--sequence", "64", "--optimizer", "AdamW"]
+    found = _json(capsys, *asked)
+    assert isinstance(found, dict)
+    assert found["optimizer_bytes"] == 2 * parameters
+    assert found["peak_bytes"] <= 0.9 * 8 * parameters - 3 * parameters
+    assert main(asked) == 0
+    assert f"AdamW's state, {bytes_text(2 * parameters)}" in capsys.readouterr().out
+    alone = _json(capsys, *asked[:-2])
+    assert isinstance(alone, dict) and alone["batch"] > found["batch"]
 
 
 def test_devices_are_divided(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -144,7 +145,7 @@ def test_recompiling_a_model_leaves_others_of_its_class_alone() -> None:
 
 
 def _counting() -> nn.Module:
-    """A model whose number is another one in each call, none of which Dynamo has given up."""
+    """A model that does as much more in each call as it counts, none of which Dynamo has given up."""
     torch._dynamo.reset()
 
     class Counting(nn.Module):
@@ -154,9 +155,63 @@ def _counting() -> nn.Module:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.count += 1
-            return (self.layer(x) * (1 + 1 / self.count)).square().mean()
+            for _ in range(self.count):
+                x = self.layer(x)
+            return x.square().mean()
 
     return Counting()
+
+
+class _Annealed(nn.Module):
+    """A model that counts its steps and weighs its loss by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.steps, self.factor = 0, 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        weight = min(1.0, self.steps / 100)
+        return (self.second(self.first(x).tanh() * weight) * self.factor).square().mean() * self.steps
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 0.0}, {"stages": 2, "stage_compiler": "inductor"}])
+def test_a_number_that_changes_is_compiled_once_more(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    model, x = _Annealed(), torch.randn(4, 8)
+    expected = copy.deepcopy(model)
+    compiled = roundpipe_fx.compile(model, **options)
+    for step in range(6):
+        model.factor = expected.factor = 0.5 + step / 10
+        for run in (compiled, expected):
+            run.zero_grad()
+            run(x).backward()
+        for parameter, own in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, own.grad)
+    assert model.steps == expected.steps == 6
+    assert len(compiled.plans) <= 3
+
+
+def test_a_number_that_changes_between_the_steps_of_a_pipeline() -> None:
+    class Weighed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.epoch = nn.Linear(8, 8), 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.layer(x) / self.epoch).square().mean()
+
+    model, x = Weighed(), torch.randn(4, 8)
+    expected = copy.deepcopy(model)
+    compiled = roundpipe_fx.compile(model, num_microbatches=2)
+    for epoch in range(1, 6):
+        model.epoch = expected.epoch = epoch
+        model.zero_grad(), expected.zero_grad()
+        compiled.forward_backward(x)
+        expected(x).backward()
+        torch.testing.assert_close(model.layer.weight.grad, expected.layer.weight.grad)
+    assert len(compiled.plans) <= 2
 
 
 @pytest.mark.parametrize("front_door", ["compile", "in place", "torch.compile"])
