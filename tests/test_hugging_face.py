@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
 from tests import hugging_face
-from tests.comparison import aot_eager_step, assert_bitwise, compiled_step, train_step
+from tests.comparison import assert_bitwise, compiled_step, train_step
 from tests.long import long_but
-
-GROUPED = {"qwen3_moe"}
-"""With a causal mask, heads of keys are copied for a group of queries. Eager leaves the mask out, and the copies."""
 
 
 @pytest.mark.parametrize("autocast", long_but([False, True], quick={False}), ids=["fp32", "autocast"])
@@ -20,11 +15,7 @@ GROUPED = {"qwen3_moe"}
 def test_bits(name: str, autocast: bool) -> None:
     make, make_batch = hugging_face.MODELS[name]
     model, batch = make(), make_batch()
-    if name in GROUPED:
-        eagerly = copy.deepcopy(model)
-        reference = train_step(eagerly, eagerly, batch, autocast=autocast)
-    else:
-        reference = aot_eager_step(model, batch, autocast=autocast)
+    reference = hugging_face.reference_step(name, model, batch, autocast)
     for recompute in ("full",) if autocast else ("none", "full"):
         step, compiled = compiled_step(model, batch, autocast=autocast, stages=3, recompute=recompute)
         assert_bitwise(step, reference)

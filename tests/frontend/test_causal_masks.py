@@ -20,7 +20,7 @@ import roundpipe_fx
 from roundpipe_fx.frontend import capture
 from roundpipe_fx.frontend.causal_masks import leave_out_causal_masks
 from tests import hugging_face
-from tests.comparison import Step, aot_eager_step, assert_bitwise, compiled_step, train_step
+from tests.comparison import aot_eager_step, assert_bitwise, compiled_step, eager_step, train_step
 from tests.frontend.dynamo_graphs import dynamo_graph
 from tests.long import long_but
 
@@ -350,11 +350,6 @@ def _batch(rows: int = 2, **more: Any) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens, **more}
 
 
-def _eager_step(model: nn.Module, batch: dict[str, Any]) -> Step:
-    model = copy.deepcopy(model)
-    return train_step(model, model, batch)
-
-
 def _squares(plan: roundpipe_fx.Plan) -> list[str]:
     """Lines of the emitted code in which there is something for each pair of tokens."""
     texts = plan.sources().values()
@@ -364,7 +359,7 @@ def _squares(plan: roundpipe_fx.Plan) -> list[str]:
 @pytest.mark.parametrize("name", long_but(DECODERS, quick={"llama", "gpt2"}))
 def test_decoders_have_the_bits_of_eager(name: str) -> None:
     model, batch = _decoder(name), _batch()
-    expected = _eager_step(model, batch)
+    expected = eager_step(model, batch)
     for recompute in ("none", "full"):
         torch._dynamo.reset()
         step, compiled = compiled_step(model, batch, stages=2, recompute=recompute)
@@ -377,7 +372,7 @@ def test_tracing_alone_rounds_otherwise() -> None:
     """Else the test above would hold with nothing left out."""
     model, batch = _decoder("llama"), _batch()
     with pytest.raises(AssertionError, match="differs"):
-        assert_bitwise(aot_eager_step(model, batch), _eager_step(model, batch))
+        assert_bitwise(aot_eager_step(model, batch), eager_step(model, batch))
 
 
 OF_INPUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -393,7 +388,7 @@ def test_masks_that_eager_makes_too_have_its_bits(name: str) -> None:
     sizes, inputs = OF_INPUTS[name]
     model, batch = _decoder("mistral", **sizes), _batch(**inputs)
     step, _ = compiled_step(model, batch, stages=2)
-    assert_bitwise(step, _eager_step(model, batch))
+    assert_bitwise(step, eager_step(model, batch))
 
 
 @pytest.mark.long
@@ -402,7 +397,7 @@ def test_symbolic_lengths_have_the_bits_of_eager() -> None:
     compiled = roundpipe_fx.compile(copy.deepcopy(model), dynamic=True)
     for _ in range(2):
         step = train_step(compiled, compiled, _batch())
-        assert_bitwise(step, _eager_step(model, _batch()))
+        assert_bitwise(step, eager_step(model, _batch()))
     assert not _squares(compiled.plan)
 
 
@@ -414,7 +409,7 @@ def test_encoders(padded: bool) -> None:
     model = hugging_face.bert().train()
     batch = _batch(attention_mask=torch.ones(2, TOKENS, dtype=torch.long)) if padded else _batch()
     step, _ = compiled_step(model, batch, stages=2)
-    assert_bitwise(step, _eager_step(model, batch))
+    assert_bitwise(step, eager_step(model, batch))
 
 
 @pytest.mark.long
@@ -423,7 +418,7 @@ def test_an_encoder_with_a_decoder_has_the_bits_of_eager() -> None:
     torch.manual_seed(0)
     model, batch = hugging_face.t5().train(), _batch()
     step, _ = compiled_step(model, batch, stages=2)
-    assert_bitwise(step, _eager_step(model, batch))
+    assert_bitwise(step, eager_step(model, batch))
 
 
 def _by_compile(model: nn.Module, batch: dict[str, Any]) -> roundpipe_fx.Plan:
