@@ -17,7 +17,7 @@ Causal is ``True`` or 0 where the column is at most the row and ``False`` or min
 Finite numbers such as -10,000 are not minus infinity. Padding masks and positions that are inputs are not known, and
 masks with windows shorter than the sequence, prefixes or several sequences are not causal: these stay.
 
-    mask = columns <= rows                                            # dropped, unless something else reads it
+    mask = columns <= rows                                              # dropped, unless something else reads it
     key = key[:, :, None].expand(2, 2, 4, 16, 8).reshape(2, 8, 16, 8)   # dropped
     scaled_dot_product_attention(query, key, value, attn_mask=mask)
     scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)   # what eager calls
@@ -118,6 +118,7 @@ def _leave_out_mask(call: fx.Node, outside: Mapping[fx.Node, Any], known: dict[f
         arguments = arguments | {"key": once[0], "value": once[1], "enable_gqa": True}
     call.args = (arguments["query"], arguments["key"], arguments["value"])
     left = {name: argument for name, argument in arguments.items() if name not in _PARAMETERS[:4]}
+    # A token alone sees all there is: that mask masks nothing, and is not causal eagerly either.
     call.kwargs = left | {"is_causal": mask.kind == "causal"}
     _drop_unread([argument, key, value])
     return True

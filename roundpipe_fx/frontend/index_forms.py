@@ -295,15 +295,10 @@ def _sliced(form: Affine, index: Sequence[Any], dims: int) -> Affine | None:
 
 def _differences(operation: _Operation) -> IndexForm | None:
     form, before = operation.form(operation.argument(0, "input")), operation.argument(3, "prepend")
-    if (
-        not isinstance(form, Affine)
-        or operation.argument(1, "n", 1) != 1
-        or operation.argument(4, "append") is not None
-    ):
+    is_plain = operation.argument(1, "n", 1) == 1 and operation.argument(4, "append") is None
+    if not isinstance(form, Affine) or not is_plain or operation.result.dtype not in _COUNTING:
         return None
     dim = operation.argument(2, "dim", -1) % operation.result.dim()
-    if operation.result.dtype not in _COUNTING:
-        return None
     slope = form.slopes[dim]
     if before is not None:
         shape = before.meta["example_value"].shape
@@ -403,7 +398,8 @@ def _of_affine(operation: _Operation, forms: Sequence[IndexForm]) -> IndexForm |
         return None
     if not isinstance(left, Affine) or not isinstance(right, Affine):
         return None
-    if not all(type(number) is int for number in (left.offset, right.offset)):
+    numbers = [*left.slopes, left.offset, *right.slopes, right.offset]
+    if not all(type(number) is int and abs(number) < _LARGEST for number in numbers):
         return None
     name, shape = operation.name, operation.result.shape
     if len(forms) == 1:
@@ -430,6 +426,9 @@ def _sum(left: Affine, right: Affine, sign: int, beyond: int) -> Affine:
 
 _COUNTING = (torch.int32, torch.int64)
 """Dtypes in which no index of a tensor overflows or is rounded."""
+
+_LARGEST = 1 << 24
+"""Beyond any length; sums of larger numbers might overflow."""
 
 _AND = frozenset(["and", "__and__", "logical_and", "bitwise_and", "mul"])
 

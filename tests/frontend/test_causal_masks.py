@@ -42,7 +42,7 @@ def _call(module: fx.GraphModule) -> fx.Node:
 
 
 def _found(mask: Mask, length: int = LENGTH, dynamic: bool = False) -> str:
-    """What became of a mask: ``"causal"`` or ``"none"``, where it was left out, or ``"left"``."""
+    """The fate of a mask: ``"causal"`` or ``"none"`` if it is left out, else ``"left"``."""
     module = dynamo_graph(_attend(mask), _heads(length), dynamic=dynamic)
     leave_out_causal_masks(module)
     module.graph.lint()

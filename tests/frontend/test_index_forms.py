@@ -83,6 +83,7 @@ UNKNOWN: dict[str, Function] = {
     "product": lambda n: torch.arange(n) * _rows(n),
     "rounding": lambda n: torch.arange(n, dtype=torch.float16),
     "overflow": lambda n: torch.arange(n, dtype=torch.uint8) - 1,
+    "large numbers": lambda n: torch.arange(n) + torch.iinfo(torch.int64).max < torch.arange(n) + 1,
     "from the end": lambda n: torch.arange(n)[-2:],
     "equal": lambda n: torch.arange(n) == _rows(n),
     "gathered": lambda n: torch.arange(n)[torch.arange(n) - 1],
