@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import CausalLMOutput, ImageClassifierOutput
 
 
@@ -97,36 +96,22 @@ class UNet(nn.Module):
         return ImageClassifierOutput(loss=(self.head(x).mean((1, 2, 3)) - labels).square().mean())
 
 
-def without_mask() -> str:
-    """The name of an attention of transformers that leaves the causal mask to the kernel, as transformers itself does
-    where nothing is traced; while tracing it builds a mask of length times length."""
-    transformers.AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
-    transformers.AttentionMaskInterface.register("sdpa_without_mask", lambda *args, **kwargs: None)
-    return "sdpa_without_mask"
-
-
-def llama_8b(attention: str = "sdpa") -> nn.Module:
-    """A Llama 3 of 8B parameters in bfloat16, on the meta device.
-
-    Args:
-        attention: the name of an attention of transformers.
-    """
-    return _llama_3(attention, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
+def llama_8b() -> nn.Module:
+    """A Llama 3 of 8B parameters in bfloat16, on the meta device."""
+    return _llama_3(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
 
 
 def llama_1b() -> nn.Module:
     """A Llama 3.2 of 1B parameters in bfloat16, on the meta device."""
-    return _llama_3("sdpa", hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32)
+    return _llama_3(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32)
 
 
 def llama_70b() -> nn.Module:
     """A Llama 3 of 70B parameters in bfloat16, on the meta device."""
-    return _llama_3("sdpa", hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
+    return _llama_3(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
 
 
-def _llama_3(attention: str, **sizes: int) -> nn.Module:
-    config = transformers.LlamaConfig(
-        **sizes, num_key_value_heads=8, vocab_size=128256, use_cache=False, attn_implementation=attention
-    )
+def _llama_3(**sizes: int) -> nn.Module:
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=8, vocab_size=128256, use_cache=False)
     with torch.device("meta"):
         return transformers.LlamaForCausalLM(config).bfloat16()

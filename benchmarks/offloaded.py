@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 
 import roundpipe_fx
-from benchmarks.models import llama_8b, without_mask
+from benchmarks.models import llama_8b
 from benchmarks.side_by_side import console, fresh, report
 from roundpipe_fx.analysis.cost import DEVICES
 
@@ -40,7 +40,6 @@ def _qwen3(width: int, inner: int, layers: int, heads: int, tied: bool) -> nn.Mo
         vocab_size=151936,
         tie_word_embeddings=tied,
         use_cache=False,
-        attn_implementation=without_mask(),
     )
     with torch.device("meta"):
         return transformers.Qwen3ForCausalLM(config).bfloat16()
@@ -63,10 +62,6 @@ class _Case:
     published: int
 
 
-def _llama_8b() -> nn.Module:
-    return llama_8b(without_mask())
-
-
 def _qwen3_2b() -> nn.Module:
     return _qwen3(2048, 6144, 28, 16, True)
 
@@ -76,9 +71,9 @@ def _qwen3_32b() -> nn.Module:
 
 
 _CASES = {
-    "Llama-3.1-8B, 2 × 4 K": _Case(make=_llama_8b, microbatches=2, tokens=4096, published=3142),
-    "Llama-3.1-8B, 16 × 4 K": _Case(make=_llama_8b, microbatches=16, tokens=4096, published=3142),
-    "Llama-3.1-8B, 49 K": _Case(make=_llama_8b, microbatches=1, tokens=49 * 1024, published=3142),
+    "Llama-3.1-8B, 2 × 4 K": _Case(make=llama_8b, microbatches=2, tokens=4096, published=3142),
+    "Llama-3.1-8B, 16 × 4 K": _Case(make=llama_8b, microbatches=16, tokens=4096, published=3142),
+    "Llama-3.1-8B, 49 K": _Case(make=llama_8b, microbatches=1, tokens=49 * 1024, published=3142),
     "Qwen3-1.7B, 73 K": _Case(make=_qwen3_2b, microbatches=1, tokens=73 * 1024, published=8881),
     "Qwen3-32B, 28 K": _Case(make=_qwen3_32b, microbatches=1, tokens=28 * 1024, published=740),
 }

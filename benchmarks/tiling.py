@@ -31,7 +31,7 @@ import transformers
 from torch import nn
 
 import roundpipe_fx
-from benchmarks.models import llama_8b, without_mask
+from benchmarks.models import llama_8b
 from benchmarks.side_by_side import checkpoint_blocks, console, fresh, paired, report, seconds_of
 from benchmarks.tiling_by_hand import WAYS, Head, tile_mlps
 from roundpipe_fx.api import compilation
@@ -105,10 +105,10 @@ class TiledByHand(nn.Module):
 
 
 def cases(vocabulary: int = _VOCABULARY, layers: int = 8, length: int = 256, long: int = 16_384) -> list[Case]:
-    """The models; attention of the long sequence has no mask but the kernel's."""
+    """The models."""
     shape = {"vocab_size": vocabulary, "hidden_size": _WIDTH, "num_attention_heads": _HEADS}
 
-    def llama(layers: int, **more: Any) -> nn.Module:
+    def llama(layers: int) -> nn.Module:
         config = transformers.LlamaConfig(
             **shape,
             intermediate_size=688,
@@ -118,7 +118,6 @@ def cases(vocabulary: int = _VOCABULARY, layers: int = 8, length: int = 256, lon
             use_cache=False,
             bos_token_id=None,
             eos_token_id=None,
-            **more,
         )
         return transformers.LlamaForCausalLM(config)
 
@@ -217,7 +216,7 @@ def cases(vocabulary: int = _VOCABULARY, layers: int = 8, length: int = 256, lon
         ),
         Case(
             name="long Llama",
-            make=lambda: llama(few, attn_implementation=without_mask()),
+            make=lambda: llama(few),
             make_batch=tokens(1, long),
             blocks=tuple(f"model.layers.{i}" for i in range(few)),
             hidden=decoder_hidden,

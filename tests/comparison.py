@@ -49,6 +49,12 @@ def train_step(
     )
 
 
+def eager_step(model: nn.Module, batch: Mapping[str, Any], seed: int = 0, autocast: bool = False) -> Step:
+    """The same step by eager PyTorch, on a copy of the model."""
+    model = copy.deepcopy(model)
+    return train_step(model, model, batch, seed, autocast)
+
+
 def aot_eager_step(model: nn.Module, batch: Mapping[str, Any], seed: int = 0, autocast: bool = False) -> Step:
     """The reference: ``torch.compile(backend="aot_eager")`` on a copy of the model.
 

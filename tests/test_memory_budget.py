@@ -16,9 +16,9 @@ from torch import nn
 import roundpipe_fx
 from roundpipe_fx.budget import parse_budget
 from roundpipe_fx.ir.joint_graph import Phase
-from tests.comparison import aot_eager_step, assert_bitwise, train_step
+from tests.comparison import Step, aot_eager_step, assert_bitwise, train_step
 from tests.golden_models import GOLDEN, MixtureOfExperts, TiedTransformer
-from tests.hugging_face import MODELS
+from tests.hugging_face import MODELS, reference_step
 from tests.long import long_but
 from tests.remat.graphs import mlp
 from tests.remat.test_save_policy import RandomModel, operations, relaxed
@@ -36,8 +36,10 @@ def _peak(run: Any, model: nn.Module, batch: dict[str, Any]) -> int:
     return peak.bytes
 
 
-def _check(model: nn.Module, batch: dict[str, Any], budgets: list[Any]) -> list[tuple[int, float]]:
-    reference = aot_eager_step(model, batch)
+def _check(
+    model: nn.Module, batch: dict[str, Any], budgets: list[Any], reference: Step | None = None
+) -> list[tuple[int, float]]:
+    reference = reference or aot_eager_step(model, batch)
     found = []
     for budget in budgets:
         torch._dynamo.reset()
@@ -65,7 +67,8 @@ def test_golden_models(name: str) -> None:
 @pytest.mark.long
 def test_hugging_face_models(name: str) -> None:
     make, make_batch = MODELS[name]
-    found = _check(make().train(), make_batch(), [0.0, 0.3])
+    model, batch = make().train(), make_batch()
+    found = _check(model, batch, [0.0, 0.3], reference_step(name, model, batch))
     assert found[0][0] < found[-1][0] and found[0][1] > found[-1][1]
 
 

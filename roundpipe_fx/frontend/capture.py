@@ -17,6 +17,7 @@ from torch import fx
 from roundpipe_fx import torch_private
 from roundpipe_fx.console.progress import working
 from roundpipe_fx.frontend.backward_autocast import full_precision_product, warn_under_autocast
+from roundpipe_fx.frontend.causal_masks import leave_out_causal_masks
 from roundpipe_fx.frontend.data_assignments import copy_assigned_data
 from roundpipe_fx.frontend.invalid_backward import (
     InvalidBackwardError,
@@ -65,7 +66,8 @@ class Callbacks(Protocol):
 
 
 def prepare(module: fx.GraphModule) -> None:
-    """Mark or replace operations of Dynamo's graph that AOTAutograd would drop or could not trace, in place.
+    """Mark or replace operations of Dynamo's graph that AOTAutograd would drop, could not trace or lower otherwise, in
+    place.
 
     Args:
         module: Dynamo's graph.
@@ -75,6 +77,7 @@ def prepare(module: fx.GraphModule) -> None:
     """
     detach_all_but_loss(module)
     mark_checkpoints(module)
+    leave_out_causal_masks(module)
     torch_private.spell_out_lstm(module)
     keep_resolved_random_branches(module)
     copy_assigned_data(module)

@@ -133,6 +133,7 @@ def test_a_plan_that_keeps_everything_shares_and_others_do_not() -> None:
 @pytest.mark.long
 def test_layers_of_a_llama_keep_one_mask() -> None:
     model, batch = hugging_face.llama(), hugging_face.language_batch()
+    batch["attention_mask"] = (torch.arange(16) < torch.tensor([[16], [9]])).long()  # one that only a step knows
     step, compiled = compiled_step(model, batch, memory_budget=1.0)
     assert_bitwise(step, aot_eager_step(model, batch))
     assert compiled.plan.peak_bytes < everything_kept(Blocks(compiled.plan.operations)).peak.bytes

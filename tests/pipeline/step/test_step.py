@@ -71,7 +71,7 @@ def test_through_autograd_too(name: str) -> None:
 def test_hugging_face_models(name: str, schedules: tuple[str, ...]) -> None:
     make, make_batch = hugging_face.MODELS[name]
     model, batch = make(), make_batch()
-    reference = aot_eager_step(model, batch)
+    reference = hugging_face.reference_step(name, model, batch)
     for schedule in schedules:
         step, compiled = pipelined_step(model, batch, num_microbatches=1, schedule=schedule)
         assert_bitwise(step, reference)

@@ -1,0 +1,462 @@
+"""Index forms: values of a graph as formulas of their indices, for any size.
+
+Masks of attention are comparisons of ``arange``. Each value on the way to one is *affine* in its indices
+(``positions[:, None] + 1`` is ``1 + i``), or a *choice* between two constants by inequalities that are affine in them
+(``columns <= rows`` is true where ``j - i <= 0``). The forms are computed by abstract interpretation, one rule an
+operator, so they hold for every length, symbolic ones included, and cost nothing where masks are long. What is neither
+has no form.
+
+An example, with the forms of a sliding window of 8 in a sequence of 4, of which nothing remains:
+
+    rows = torch.arange(4)[:, None]        # i
+    columns = torch.arange(4)[None, :]     # j
+    near = columns > rows - 8              # i - j - 7 <= 0: at most -4 for these sizes, so True
+    mask = near & (columns <= rows)        # True where j - i <= 0, else False
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class Affine:
+    """An offset plus the sum of slope times index over the dimensions.
+
+    Attributes:
+        slopes: one for each dimension; 0 where the size is 1.
+        offset: the value at index 0; for a constant of a boolean tensor a ``bool``.
+    """
+
+    slopes: tuple[int, ...]
+    offset: Number
+
+    @property
+    def is_constant(self) -> bool:
+        """Tell if it is the same at every index."""
+        return not any(self.slopes)
+
+    def beyond(self) -> Affine:
+        """The affine value that is at most 0 exactly where this one, an integer, is more."""
+        return Affine(tuple(-slope for slope in self.slopes), 1 - self.offset)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A constant where all conditions hold, another one elsewhere.
+
+    Attributes:
+        conditions: integers; each holds where it is at most 0. A single one grows with the last index that it reads.
+        inside: where all hold.
+        outside: where one does not.
+    """
+
+    conditions: frozenset[Affine]
+    inside: Number
+    outside: Number
+
+
+IndexForm = Affine | Choice
+
+
+def pure_operation(node: fx.Node) -> str | None:
+    """The name of an operation of Dynamo's graph that reads its operands alone, and writes nothing; else ``None``."""
+    if "out" in node.kwargs:
+        return None
+    if node.op == "call_method":
+        return str(node.target) if node.target in _PURE else None
+    if node.op != "call_function":
+        return None
+    name = str(getattr(node.target, "__name__", ""))
+    if getattr(operator, name, None) is node.target:
+        name = name.removesuffix("_")
+    elif all(getattr(library, name, None) is not node.target for library in (torch, F)):
+        return None
+    return name if name in _PURE else None
+
+
+def index_form(node: fx.Node, known: Mapping[fx.Node, IndexForm | None]) -> IndexForm | None:
+    """The form of a value of Dynamo's graph; ``None`` if it has none that is known.
+
+    Args:
+        node: a pure operation (:func:`pure_operation`) whose result is a tensor.
+        known: the forms of its operands.
+    """
+    result, name = node.meta.get("example_value"), pure_operation(node)
+    if not isinstance(result, torch.Tensor) or name is None or any(size == 0 for size in _numbers(result.shape)):
+        return None
+    operation = _Operation(node, name, result, known)
+    rule = _RULES.get(name)
+    form = rule(operation) if rule is not None else None
+    return None if form is None else _settled(form, result.shape)
+
+
+@dataclass(frozen=True)
+class _Operation:
+    node: fx.Node
+    name: str
+    result: torch.Tensor
+    known: Mapping[fx.Node, IndexForm | None]
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        args = self.node.args
+        return args[place] if place < len(args) else self.node.kwargs.get(name, default)
+
+    def form(self, argument: Any) -> IndexForm | None:
+        """The form of a tensor, or of a number where one broadcasts."""
+        if isinstance(argument, bool | int | float):
+            return Affine((), argument)
+        return self.known.get(argument) if isinstance(argument, fx.Node) else None
+
+    def broadcasts(self, operand: fx.Node) -> bool:
+        """Tell if every size of an operand is the result's or the number 1: a symbol might be 1 as well."""
+        sizes, results = operand.meta["example_value"].shape, self.result.shape
+        pairs = zip(reversed(sizes), reversed(results), strict=False)
+        return all(_numbers([size]) == [1] or statically_known_true(size == result) for size, result in pairs)
+
+    def constant(self, number: Any) -> IndexForm | None:
+        """A number as it is in a tensor of the result's dtype."""
+        if not isinstance(number, bool | int | float):
+            return None
+        return Affine((0,) * self.result.dim(), torch.full((), number, dtype=self.result.dtype).item())
+
+
+def _numbers(shape: Sequence[Any]) -> list[int]:
+    """Sizes that are plain numbers: comparing a symbol would guard on it."""
+    return [size for size in shape if isinstance(size, int)]
+
+
+def _flat(form: Affine, shape: Sequence[Any]) -> Affine:
+    """Without slopes in dimensions of size 1, which broadcast."""
+    is_one = [isinstance(size, int) and size == 1 for size in shape]
+    return Affine(tuple(0 if one else slope for slope, one in zip(form.slopes, is_one, strict=True)), form.offset)
+
+
+def _bounds(form: Affine, shape: Sequence[Any]) -> tuple[float, float]:
+    """The least and the largest value at the indices of a shape; a symbolic size may be any."""
+    least = most = float(form.offset)
+    for slope, size in zip(form.slopes, shape, strict=True):
+        if slope:
+            end = slope * (size - 1 if isinstance(size, int) else math.inf)
+            least, most = least + min(end, 0), most + max(end, 0)
+    return least, most
+
+
+def _settled(form: IndexForm, shape: Sequence[Any]) -> IndexForm:
+    """A form in its only spelling, by which equal ones are known, without conditions that sizes decide."""
+    if isinstance(form, Affine):
+        return _flat(form, shape)
+    strictest: dict[tuple[int, ...], Affine] = {}
+    for condition in form.conditions:
+        condition = _flat(condition, shape)
+        least, most = _bounds(condition, shape)
+        if least > 0:
+            return Affine((0,) * len(shape), form.outside)
+        other = strictest.get(condition.slopes)
+        if most > 0 and (other is None or condition.offset > other.offset):
+            strictest[condition.slopes] = condition
+    if not strictest or (form.inside == form.outside and type(form.inside) is type(form.outside)):
+        return Affine((0,) * len(shape), form.inside)
+    if len(strictest) == 1:
+        (condition,) = strictest.values()
+        if [slope for slope in condition.slopes if slope][-1] < 0:
+            return Choice(frozenset([condition.beyond()]), form.outside, form.inside)
+    return Choice(frozenset(strictest.values()), form.inside, form.outside)
+
+
+def _conditions(form: IndexForm) -> list[Affine] | None:
+    """Conditions that all hold exactly where a boolean is true; ``None`` if it is not written so."""
+    if isinstance(form, Choice) and (form.inside, form.outside) == (True, False):
+        return [*form.conditions]
+    if isinstance(form, Choice) and (form.inside, form.outside) == (False, True) and len(form.conditions) == 1:
+        return [condition.beyond() for condition in form.conditions]
+    return None
+
+
+def _remapped(form: IndexForm | None, remap: Callable[[Affine], Affine | None]) -> IndexForm | None:
+    """The same values at other indices."""
+    if form is None or isinstance(form, Affine):
+        return None if form is None else remap(form)
+    conditions = [condition for old in form.conditions if (condition := remap(old)) is not None]
+    known = len(conditions) == len(form.conditions)
+    return Choice(frozenset(conditions), form.inside, form.outside) if known else None
+
+
+def _aligned(form: IndexForm, dims: int) -> IndexForm:
+    """With as many dimensions as what it is broadcast to."""
+
+    def align(form: Affine) -> Affine:
+        return Affine((0,) * (dims - len(form.slopes)) + form.slopes, form.offset)
+
+    if isinstance(form, Affine):
+        return align(form)
+    return Choice(frozenset(map(align, form.conditions)), form.inside, form.outside)
+
+
+def _arange(operation: _Operation) -> IndexForm | None:
+    first, second = operation.argument(0, "start"), operation.argument(1, "end")
+    start: Any = 0 if second is None else first
+    step = operation.argument(2, "step", 1)
+    plain = type(start) is int and type(step) is int and operation.result.dtype in _COUNTING
+    return Affine((step,), start) if plain else None
+
+
+def _filled(operation: _Operation) -> IndexForm | None:
+    by_name = {"ones": 1, "zeros": 0}
+    number = next((number for name, number in by_name.items() if name in operation.name), None)
+    if number is None:
+        place = {"new_full": 2, "scalar_tensor": 0, "tensor": 0}.get(operation.name, 1)
+        number = operation.argument(place, "fill_value")
+    return operation.constant(number)
+
+
+def _same(operation: _Operation) -> IndexForm | None:
+    return operation.form(operation.argument(0, "input"))
+
+
+def _expanded(operation: _Operation) -> IndexForm | None:
+    form = _same(operation)
+    return None if form is None else _aligned(form, operation.result.dim())
+
+
+def _unsqueezed(operation: _Operation) -> IndexForm | None:
+    dim, dims = operation.argument(1, "dim"), operation.result.dim()
+
+    def insert(form: Affine) -> Affine:
+        place = dim % dims
+        return Affine((*form.slopes[:place], 0, *form.slopes[place:]), form.offset)
+
+    return _remapped(_same(operation), insert)
+
+
+def _transposed(operation: _Operation) -> IndexForm | None:
+    dims = operation.result.dim()
+    first, second = operation.argument(1, "dim0", 0) % dims, operation.argument(2, "dim1", 1) % dims
+
+    def swap(form: Affine) -> Affine:
+        slopes = [*form.slopes]
+        slopes[first], slopes[second] = slopes[second], slopes[first]
+        return Affine(tuple(slopes), form.offset)
+
+    return _remapped(_same(operation), swap)
+
+
+def _constant_of_other_shape(operation: _Operation) -> IndexForm | None:
+    form = _same(operation)
+    constant = isinstance(form, Affine) and form.is_constant
+    return Affine((0,) * operation.result.dim(), form.offset) if constant else None  # type: ignore[union-attr]
+
+
+def _indexed(operation: _Operation) -> IndexForm | None:
+    source, index = operation.node.args
+    index = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(item, fx.Node | list) for item in index):
+        return _constant_of_other_shape(operation)
+    value = source.meta["example_value"]  # type: ignore[union-attr]
+    return _remapped(operation.form(source), lambda form: _sliced(form, index, value.dim()))
+
+
+def _sliced(form: Affine, index: Sequence[Any], dims: int) -> Affine | None:
+    """Indexing by slices, numbers, ``None`` and ``...``; ``None`` where a place is counted from the end."""
+    named = sum(item is not None and item is not Ellipsis for item in index)
+    rest = [slice(None)] * (dims - named)
+    place = next((place for place, item in enumerate(index) if item is Ellipsis), None)
+    full = [*index, *rest] if place is None else [*index[:place], *rest, *index[place + 1 :]]
+    slopes, offset, remaining = [], form.offset, list(form.slopes)
+    for item in full:
+        if item is None:
+            slopes.append(0)
+            continue
+        slope = remaining.pop(0)
+        start = item.start or 0 if isinstance(item, slice) else item
+        step = (item.step or 1) if isinstance(item, slice) else 1
+        if type(start) is not int or type(step) is not int or start < 0:
+            if not slope and isinstance(item, slice):
+                start, step = 0, 1
+            else:
+                return None
+        if slope:
+            offset += slope * start
+        if isinstance(item, slice):
+            slopes.append(slope * step)
+    return Affine(tuple(slopes), offset)
+
+
+def _differences(operation: _Operation) -> IndexForm | None:
+    form, before = operation.form(operation.argument(0, "input")), operation.argument(3, "prepend")
+    is_plain = operation.argument(1, "n", 1) == 1 and operation.argument(4, "append") is None
+    if not isinstance(form, Affine) or not is_plain or operation.result.dtype not in _COUNTING:
+        return None
+    dim = operation.argument(2, "dim", -1) % operation.result.dim()
+    slope = form.slopes[dim]
+    if before is not None:
+        shape = before.meta["example_value"].shape
+        if _numbers([shape[dim]]) != [1] or operation.form(before) != _flat(
+            Affine(form.slopes, form.offset - slope), shape
+        ):
+            return None
+    return Affine((0,) * len(form.slopes), slope)
+
+
+def _cumulated(operation: _Operation) -> IndexForm | None:
+    form, dim = operation.form(operation.argument(0, "input")), operation.argument(1, "dim")
+    if not isinstance(form, Affine) or not form.is_constant or operation.result.dtype not in _COUNTING:
+        return None
+    slopes = [0] * operation.result.dim()
+    slopes[dim] = int(form.offset)
+    return Affine(tuple(slopes), int(form.offset))
+
+
+def _triangle(operation: _Operation) -> IndexForm | None:
+    form, diagonal = operation.form(operation.argument(0, "input")), operation.argument(1, "diagonal", 0)
+    if not isinstance(form, Affine) or not form.is_constant or type(diagonal) is not int:
+        return None
+    across = (0,) * (operation.result.dim() - 2)
+    slopes = (-1, 1) if operation.name == "tril" else (1, -1)
+    kept = Affine((*across, *slopes), -diagonal if operation.name == "tril" else diagonal)
+    return Choice(frozenset([kept]), form.offset, type(form.offset)(0))
+
+
+def _elementwise(operation: _Operation) -> IndexForm | None:
+    node, dims = operation.node, operation.result.dim()
+    operands = [item for item in (*node.args, *node.kwargs.values()) if isinstance(item, fx.Node | bool | int | float)]
+    known = [operation.form(item) for item in operands]
+    if not known or any(form is None for form in known) or not all(map(operation.broadcasts, node.all_input_nodes)):
+        return None
+    forms = [_aligned(form, dims) for form in known if form is not None]
+    choices = [form for form in forms if isinstance(form, Choice)]
+    if not choices:
+        if all(isinstance(form, Affine) and form.is_constant for form in forms):
+            return Affine((0,) * dims, _computed(node, dict(zip(operands, _offsets(forms), strict=True))))
+        return _of_affine(operation, forms)
+    if len({choice.conditions for choice in choices}) > 1:
+        conditions = [_conditions(form) for form in forms]
+        if operation.name not in _AND or operation.result.dtype is not torch.bool or None in conditions:
+            return None
+        return Choice(frozenset(one for several in conditions if several is not None for one in several), True, False)
+    if not all(isinstance(form, Choice) or form.is_constant for form in forms):
+        return None
+    inside, outside = (
+        _computed(node, dict(zip(operands, numbers, strict=True)))
+        for numbers in (
+            [form.inside if isinstance(form, Choice) else form.offset for form in forms],
+            [form.outside if isinstance(form, Choice) else form.offset for form in forms],
+        )
+    )
+    return Choice(choices[0].conditions, inside, outside)
+
+
+def _offsets(forms: Sequence[IndexForm]) -> list[Number]:
+    return [form.offset for form in forms if isinstance(form, Affine)]
+
+
+def _computed(node: fx.Node, numbers: Mapping[Any, Number]) -> Number:
+    """What an elementwise operation makes of one element of each operand."""
+
+    def element(operand: fx.Node) -> torch.Tensor:
+        value = operand.meta["example_value"]
+        # A tensor with dimensions takes part in the promotion of dtypes, one without does not.
+        return torch.full((1,) * min(value.dim(), 1), numbers[operand], dtype=value.dtype, device="cpu")
+
+    result = run_on_host(node, {operand: element(operand) for operand in node.all_input_nodes})
+    return result.item()
+
+
+def run_on_host(node: fx.Node, values: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor:
+    """Run a pure operation of Dynamo's graph on the CPU.
+
+    Args:
+        node: the operation.
+        values: its operands.
+    """
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda operand: values[operand])
+    if node.target == "to":  # by position it may be a device, by its name too
+        args = (args[0], *("cpu" if isinstance(item, str | torch.device) else item for item in args[1:]))
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": "cpu"}
+    if isinstance(node.target, str):
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)
+
+
+def _of_affine(operation: _Operation, forms: Sequence[IndexForm]) -> IndexForm | None:
+    """Sums and comparisons of integers that depend on their indices."""
+    values = [item.meta["example_value"] for item in operation.node.all_input_nodes]
+    left, right = forms[0], forms[-1]
+    if not all(value.dtype in _COUNTING for value in values) or len(forms) > 2 or len(operation.node.kwargs):
+        return None
+    if not isinstance(left, Affine) or not isinstance(right, Affine):
+        return None
+    numbers = [*left.slopes, left.offset, *right.slopes, right.offset]
+    if not all(type(number) is int and abs(number) < _LARGEST for number in numbers):
+        return None
+    name, shape = operation.name, operation.result.shape
+    if len(forms) == 1:
+        return left if name in ("to", "long", "int") and operation.result.dtype in _COUNTING else None
+    if name in _COMPARED:
+        swapped, strict = _COMPARED[name]
+        return Choice(frozenset([_sum(*((right, left) if swapped else (left, right)), -1, strict)]), True, False)
+    if name in ("eq", "ne"):
+        difference = _sum(left, right, -1, 0)
+        least, most = _bounds(difference, shape)
+        apart = least > 0 or most < 0
+        return Affine((0,) * len(shape), name == "ne") if apart else None
+    return _sum(left, right, {"add": 1, "sub": -1}[name], 0) if name in ("add", "sub") else None
+
+
+_COMPARED = {"le": (False, 0), "lt": (False, 1), "ge": (True, 0), "gt": (True, 1)}
+"""For the difference to be at most 0: if the operands change places, and what is added."""
+
+
+def _sum(left: Affine, right: Affine, sign: int, beyond: int) -> Affine:
+    slopes = tuple(one + sign * other for one, other in zip(left.slopes, right.slopes, strict=True))
+    return Affine(slopes, left.offset + sign * right.offset + beyond)
+
+
+_COUNTING = (torch.int32, torch.int64)
+"""Dtypes in which no index of a tensor overflows or is rounded."""
+
+_LARGEST = 1 << 24
+"""Beyond any length; sums of larger numbers might overflow."""
+
+_AND = frozenset(["and", "__and__", "logical_and", "bitwise_and", "mul"])
+
+_RULES: Mapping[str, Callable[[_Operation], IndexForm | None]] = {
+    "arange": _arange,
+    **dict.fromkeys(("ones", "ones_like", "new_ones", "zeros", "zeros_like", "new_zeros"), _filled),
+    **dict.fromkeys(("full", "full_like", "new_full", "tensor", "scalar_tensor"), _filled),
+    **dict.fromkeys(("clone", "contiguous", "detach"), _same),
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
+    "unsqueeze": _unsqueezed,
+    **dict.fromkeys(("transpose", "swapaxes", "t"), _transposed),
+    **dict.fromkeys(("view", "reshape", "flatten", "repeat", "squeeze", "permute"), _constant_of_other_shape),
+    "getitem": _indexed,
+    "diff": _differences,
+    "cumsum": _cumulated,
+    **dict.fromkeys(("tril", "triu"), _triangle),
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "where", "masked_fill"), _elementwise),
+    **dict.fromkeys(("and", "or", "xor", "invert", "inv", "__and__", "__or__", "__invert__"), _elementwise),
+    **dict.fromkeys(("logical_and", "logical_or", "logical_xor", "logical_not"), _elementwise),
+    **dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"), _elementwise),
+    **dict.fromkeys(("to", "bool", "int", "long", "float", "half", "double", "bfloat16"), _elementwise),
+    **dict.fromkeys(("add", "sub", "mul", "neg"), _elementwise),
+}
+
+_PURE = frozenset(_RULES).union(
+    ("abs", "ceil", "clamp", "div", "floor", "floor_divide", "floordiv", "fmod", "maximum", "minimum", "mod", "pow"),
+    ("remainder", "round", "rsub", "truediv", "__radd__", "__rsub__", "all", "any", "argsort", "max", "min", "sum"),
+    ("cat", "gather", "index_select", "linspace", "movedim", "narrow", "outer", "pad", "repeat_interleave", "roll"),
+    ("select", "stack", "type_as", "unfold"),
+)
+"""Operations that read their operands alone and write nothing, by name, without the underscore of ``operator.and_``."""
