@@ -68,9 +68,7 @@ def write_snapshot(
 def _snapshot(planned: Sequence[Sequence[_Change]], recorded: Mapping[str, Any] | None) -> dict[str, Any]:
     laid_out = [_laid_out(changes, device) for device, changes in enumerate(planned)]
     of_allocator = recorded or {}
-    segments = [
-        {**segment, "device": segment["device"] + len(planned)} for segment in of_allocator.get("segments", ())
-    ]
+    segments = [{**segment, "device": segment["device"] + len(planned)} for segment in of_allocator.get("segments", ())]
     return {
         "allocator_settings": {},
         "external_annotations": [],

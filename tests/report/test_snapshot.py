@@ -22,11 +22,11 @@ from tests.pipeline.steps import CPUS, Blocks
 
 Snapshot = dict[str, Any]
 
-READ_BY_THE_VISUALIZER = {
-    "APPEND APPENDS BINFLOAT BINGET BININT BININT1 BININT2 BINPUT BINUNICODE DICT EMPTY_DICT EMPTY_LIST EMPTY_TUPLE FRAME",
-    "LIST LONG1 LONG_BINGET LONG_BINPUT MARK MEMOIZE NEWFALSE NEWTRUE NONE PROTO SETITEM SETITEMS SHORT_BINUNICODE STOP",
-    "TUPLE TUPLE1 TUPLE2 TUPLE3",
-}
+READ_BY_THE_VISUALIZER = (
+    "APPEND APPENDS BINFLOAT BINGET BININT BININT1 BININT2 BINPUT BINUNICODE DICT EMPTY_DICT EMPTY_LIST EMPTY_TUPLE "
+    "FRAME LIST LONG1 LONG_BINGET LONG_BINPUT MARK MEMOIZE NEWFALSE NEWTRUE NONE PROTO SETITEM SETITEMS "
+    "SHORT_BINUNICODE STOP TUPLE TUPLE1 TUPLE2 TUPLE3"
+)
 """Opcodes that its JavaScript knows (torch/utils/viz/MemoryViz.js); any other one is an error there."""
 
 
@@ -69,7 +69,9 @@ def _check_format(snapshot: Snapshot) -> None:
     assert _memory_viz.trace_plot(snapshot, plot_segments=True)
 
 
-def test_pytorchs_functions_read_it(plan: roundpipe_fx.Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pytorchs_functions_read_it(
+    plan: roundpipe_fx.Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = plan.write_snapshot(tmp_path / "step.pickle")
     snapshot = _read(path)
     _check_format(snapshot)
@@ -79,7 +81,7 @@ def test_pytorchs_functions_read_it(plan: roundpipe_fx.Plan, tmp_path: Path, cap
     assert allocated == _levels(snapshot["device_traces"][0])[-1]
     assert _memory_viz.calc_active(segment) == segment["allocated_size"] >= allocated
     opcodes = {opcode.name for opcode, _, _ in pickletools.genops(path.read_bytes())}
-    assert opcodes <= {name for names in READ_BY_THE_VISUALIZER for name in names.split()}
+    assert opcodes <= set(READ_BY_THE_VISUALIZER.split())
 
 
 def test_as_many_bytes_as_the_peak_are_alive_at_most(plan: roundpipe_fx.Plan, tmp_path: Path) -> None:
@@ -98,7 +100,7 @@ def test_frames_are_lines_of_the_emitted_code_and_of_the_user(plan: roundpipe_fx
     for emitted, *user in allocated:
         if emitted["line"]:
             line = sources[emitted["filename"]].splitlines()[emitted["line"] - 1]
-            assert ' = ' in line
+            assert " = " in line
         for frame in user:
             assert frame["filename"] == "golden_models.py" and frame["line"] > 0
             modules.add(frame["name"])
@@ -160,7 +162,9 @@ def test_of_a_pipeline_each_device_has_a_trace(tmp_path: Path) -> None:
     assert [segment["device"] for segment in snapshot["segments"]] == [0, 1]
     frames = [event["frames"] for event in snapshot["device_traces"][1] if event["action"] == "alloc"]
     names = plan.sources()["schedule.txt"].splitlines()[2].split()
-    assert [innermost["name"].split()[0] for innermost, _ in frames] == [name for name in names if ":" not in name][-len(frames):]
+    assert [innermost["name"].split()[0] for innermost, _ in frames] == [name for name in names if ":" not in name][
+        -len(frames) :
+    ]
     assert {stage["name"] for _, stage in frames} <= {stage.modules for stage in plan.stages}
     stored = roundpipe_fx.Plan.from_json(plan.to_json())
     assert _read(stored.write_snapshot(tmp_path / "stored.pickle")) == snapshot
