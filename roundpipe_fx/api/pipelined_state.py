@@ -27,7 +27,7 @@ from roundpipe_fx.pipeline.pipelined_graph import with_optimizer
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState, Structure
 from roundpipe_fx.pipeline.step.local import Local
 from roundpipe_fx.pipeline.step.step import Pipeline, Splitting, StepInputs
-from roundpipe_fx.report.out_of_memory import planned_memory
+from roundpipe_fx.report.out_of_memory import PlannedMemory, planned_memory
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.optimizer_memory import sum_of
 
@@ -284,18 +284,26 @@ class StateOverProcesses(PipelinedState):
 
 
 @contextlib.contextmanager
-def _explaining(learned: Learned, plans: Sequence[Plan], devices: Sequence[torch.device], phase: str) -> Iterator[None]:
+def _explaining(
+    learned: Learned, plans: Sequence[Plan], devices: Sequence[torch.device], phase: str, training: bool
+) -> Iterator[None]:
     """Context manager in which workers run; not a method, since what is compiled must not keep the state.
 
     Args:
         learned: of the model.
-        plans: of the model; the latest of them is that of the run.
+        plans: of the model; the latest one for training, or not, is that of the run.
         devices: of the workers.
         phase: what they run: ``"forward"``, ``"backward"`` or ``"step"``.
+        training: whether there is a backward, now or later.
     """
+
+    def planned() -> PlannedMemory | None:
+        latest = next((plan for plan in reversed(plans) if plan.training is training), None)
+        return planned_memory(latest, learned.share) if latest is not None else None
+
     if phase != "backward":
         learned.memory.begin(dict.fromkeys(devices))
-    with learned.memory.explaining(phase, lambda: planned_memory(plans[-1], learned.share) if plans else None):
+    with learned.memory.explaining(phase, planned):
         yield
 
 

@@ -110,8 +110,8 @@ def _device_lines(devices: Sequence[DeviceMemory]) -> Iterator[str]:
             "kept by libraries": memory.libraries,
             "others": memory.others,
         }
-        told = ", ".join(f"{part} {bytes_text(size)}" for part, size in parts.items() if size)
-        yield f"  {name}: allocated before it {bytes_text(memory.before)}" + (f": {told}" if told else "")
+        categories = ", ".join(f"{part} {bytes_text(size)}" for part, size in parts.items() if size)
+        yield f"  {name}: allocated before it {bytes_text(memory.before)}" + (f": {categories}" if categories else "")
         unused = memory.reserved - memory.allocated
         yield f"  {name}: reserved but not allocated {bytes_text(unused)}, in pieces between what is allocated"
         elsewhere = memory.total - memory.free - memory.reserved

@@ -138,6 +138,21 @@ def test_memory_in_pieces_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "PYTORCH_CUDA_ALLOC_CONF" not in str(other.value).partition("PyTorch's error: ")[0]
 
 
+def test_what_earlier_calls_of_a_step_hold_is_the_steps() -> None:
+    model, _, x = _training()
+    compiled = roundpipe_fx.compile(model, memory_budget="400MiB", stage_compiler="eager")
+    compiled(x).backward()
+    model.zero_grad()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    loss = compiled(x)
+    with _little_left(12), _running_out() as caught:
+        (loss + compiled(x)).backward()
+    text = str(caught.value)
+    assert _said(text, "allocated by the step so far") > 15 << 30  # with the tensor that takes the rest meanwhile
+    assert _said(text, "allocated before it") == pytest.approx(before, rel=0.02)
+
+
 @pytest.mark.parametrize("way", ["forward_backward", "model"])
 def test_in_a_pipeline_each_device_is_listed(way: str) -> None:
     devices = ["cuda:0", "cuda:1"] if torch.cuda.device_count() > 1 else ["cuda:0", "cuda:0"]

@@ -140,7 +140,7 @@ class Pipeline:
         deferred_batch_norm: bool,
         optimized: OptimizerParameters,
         mode: Local,
-        explaining: Callable[[Sequence[torch.device], str], contextlib.AbstractContextManager[None]],
+        explaining: Callable[[Sequence[torch.device], str, bool], contextlib.AbstractContextManager[None]],
     ) -> None:
         self.settings = settings
         self._explaining = explaining
@@ -458,7 +458,8 @@ class Pipeline:
         workers = self._workers_on(self._mode.worker_devices or (device,))
         updates = self._optimized.updates
         phase = "step" if kinds is None else "forward" if kinds == (ActionKind.FORWARD,) else "backward"
-        with self._explaining(workers.devices, phase):
+        training = any(program.tangents for program in captured.programs)
+        with self._explaining(workers.devices, phase, training):
             finished = self._mode.run(
                 workers, captured, kinds, self._scheduled, tangents, streams, inherited, updates, updating
             )
