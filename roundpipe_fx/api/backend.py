@@ -103,6 +103,7 @@ def _backend_by_name(
     edited_passes(parsed.passes)  # an invalid list raises before anything is traced
     learned = _learned_of(options or {})
     modules = torch_private.modules_being_compiled()
+    learned.memory.models.update(modules)
     _refuse_inlined(module, modules)
 
     def compile_within(options: Options, on_plan: Callable[[Plan], None]) -> Callable[..., Any]:

@@ -42,6 +42,7 @@ from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompi
 from roundpipe_fx.planner.lower import asked_budget, bounded_in_bytes, lower
 from roundpipe_fx.planner.lower_pipeline import lower_pipeline
 from roundpipe_fx.report.make_plan import plan_of, with_dropped_outputs
+from roundpipe_fx.report.out_of_memory import planned_memory
 from roundpipe_fx.report.pipeline_plan import plan_of_pipeline
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.bridge import observed, pipelined
@@ -233,7 +234,18 @@ class _OnOneDevice(_Compilation):
         self.observed = self._observe_outputs(self.lowered)
         if self.observed is not None:
             run = self.observed.forward(run)
-        return observed(run, see)
+        return observed(self._explained(run, self.lowered, "forward"), see)
+
+    def _explained(self, run: Boxed, lowered: Lowered, phase: str) -> Boxed:
+        """Wrap a program so that its out-of-memory errors say what the step has allocated, and what was planned."""
+        learned, device, share = self.learned, lowered.setting.device, self.learned.share
+
+        def begin() -> None:
+            if not learned.calls.are_alive():
+                learned.memory.begin([device])
+
+        begins = begin if phase == "forward" and device.type == "cuda" else None
+        return learned.memory.explained(run, phase, lambda: planned_memory(self.plan, share), begins)
 
     def _observe_outputs(self, lowered: Lowered) -> DroppedOutputs | None:
         if not self.droppable or self.options.outputs == "held":
@@ -276,7 +288,7 @@ class _OnOneDevice(_Compilation):
 
     def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered.backward is not None
-        run = self._load(self.lowered, self.lowered.backward, self._see())
+        run = self._explained(self._load(self.lowered, self.lowered.backward, self._see()), self.lowered, "backward")
         if self.observed is not None:
             run = self.observed.backward(run)
         gradients = self._incoming()
@@ -347,7 +359,8 @@ class _OnOneDevice(_Compilation):
         self._tell(plan_of, lowered)
         run = self._load(lowered, lowered.forward, None)
         noted = self._noted(lowered, ())
-        return observed(run if noted is None else self.learned.calls.forward(run, noted))
+        run = run if noted is None else self.learned.calls.forward(run, noted)
+        return observed(self._explained(run, lowered, "forward"))
 
     def _see(self) -> Callable[[str, int], None] | None:
         return self._see_workspace if self.lowered.budget is not None else None

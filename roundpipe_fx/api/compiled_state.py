@@ -78,6 +78,7 @@ class CompiledState:
         self.dynamic = dynamic
         self.plans: list[Plan] = []
         self.learned = Learned()
+        self.learned.memory.models.add(original)
         self.optimizer = OptimizerParameters(original, optim_dtype)
         self._parallel = torch_private.as_data_parallel(original)
         self._called = False

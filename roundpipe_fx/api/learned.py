@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from roundpipe_fx.analysis.step_of_calls import NotedStep
+from roundpipe_fx.api.out_of_memory import StepMemory
 from roundpipe_fx.budget import plan_or_error
 from roundpipe_fx.remat.learned_steps import LearnedSteps
 from roundpipe_fx.runtime.step_calls import StepCalls
@@ -43,6 +44,7 @@ class Learned:
         headroom: added to the largest size seen, as a share of it.
         steps: the calls that steps consist of.
         calls: records them.
+        memory: memory of steps, for the message of an out-of-memory error.
     """
 
     largest: dict[str, int] = field(default_factory=dict)
@@ -52,6 +54,7 @@ class Learned:
     headroom: float = _FIRST_HEADROOM / 2
     steps: LearnedSteps = field(default_factory=LearnedSteps)
     calls: StepCalls = field(init=False, repr=False)
+    memory: StepMemory = field(default_factory=StepMemory, repr=False)
 
     def __post_init__(self) -> None:
         def check(expected: Callable[[], NotedStep]) -> None:

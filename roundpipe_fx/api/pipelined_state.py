@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import weakref
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_fx.api.around_by_ddp import check_not_inside, data_parallel_around, note_data_parallel
 from roundpipe_fx.api.compiled_state import CompiledState, T
+from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.replanning import cut_alike, replanning_together
 from roundpipe_fx.distributed import own_state
 from roundpipe_fx.distributed.own_state import process_pipeline
@@ -25,6 +27,8 @@ from roundpipe_fx.pipeline.pipelined_graph import with_optimizer
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState, Structure
 from roundpipe_fx.pipeline.step.local import Local
 from roundpipe_fx.pipeline.step.step import Pipeline, Splitting, StepInputs
+from roundpipe_fx.report.out_of_memory import PlannedMemory, planned_memory
+from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.optimizer_memory import sum_of
 
 _BY_CONVENTION = Splitting()
@@ -88,6 +92,7 @@ class PipelinedState(CompiledState):
             deferred_batch_norm=self.deferred_batch_norm,
             optimized=self.optimizer,
             mode=self._mode(),
+            explaining=functools.partial(_explaining, self.learned, self.plans),
         )
         if self._pipeline is not None:
             pipeline.take_over_workers(self._pipeline)
@@ -276,6 +281,30 @@ class StateOverProcesses(PipelinedState):
     def load_state(self, load: Callable[..., Any], state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Copy what this rank owns from a state dict, which may have more."""
         return own_state.load_own_state(self._processes, state, args[0] if args else kwargs.get("strict", True))
+
+
+@contextlib.contextmanager
+def _explaining(
+    learned: Learned, plans: Sequence[Plan], devices: Sequence[torch.device], phase: str, training: bool
+) -> Iterator[None]:
+    """Context manager in which workers run; not a method, since what is compiled must not keep the state.
+
+    Args:
+        learned: of the model.
+        plans: of the model; the latest one for training, or not, is that of the run.
+        devices: of the workers.
+        phase: what they run: ``"forward"``, ``"backward"`` or ``"step"``.
+        training: whether there is a backward, now or later.
+    """
+
+    def planned() -> PlannedMemory | None:
+        latest = next((plan for plan in reversed(plans) if plan.training is training), None)
+        return planned_memory(latest, learned.share) if latest is not None else None
+
+    if phase != "backward":
+        learned.memory.begin(dict.fromkeys(devices))
+    with learned.memory.explaining(phase, planned):
+        yield
 
 
 _CACHES = "transformers.cache_utils"

@@ -20,6 +20,7 @@ from roundpipe_fx.budget import InfeasibleBudgetError, plan_or_error
 from roundpipe_fx.distributed.process_pipeline import NewlyShown, ProcessPipeline
 from roundpipe_fx.pipeline.capture.captured_calls import UnlikeStagesError
 from roundpipe_fx.pipeline.step.scheduled import UnequalMicrobatchesError
+from roundpipe_fx.report.out_of_memory import original_text
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -76,15 +77,18 @@ def replanning(
     restore()
     learned.share *= _SMALLER
     warnings.warn(
-        f"roundpipe_fx: the step ran out of memory ({str(failure).splitlines()[0]}). Replanning with "
+        f"roundpipe_fx: the step ran out of memory ({original_text(str(failure)).splitlines()[0]}). Replanning with "
         f"{learned.share:.0%} of the budget and running the step again.",
         stacklevel=4,
     )
     recompile()
     try:
         return _fitted(run, recompile, learned)
-    except (torch.OutOfMemoryError, InfeasibleBudgetError):
-        raise failure from None
+    except torch.OutOfMemoryError as error:
+        failure = error.with_traceback(None)  # says what the smaller plan was
+    except InfeasibleBudgetError:
+        pass  # the first failure says what was planned
+    raise failure from None
 
 
 def replanning_together(

@@ -18,6 +18,7 @@ from roundpipe_fx.ir.decisions import Decisions, tiles_text
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain_search import search
 from roundpipe_fx.remat.frontier_plans import alternatives_of
+from roundpipe_fx.report.memory_snapshot import changes_of_pipeline, changes_of_step, write_snapshot
 from roundpipe_fx.report.plan_details import EmittedStep, PlanDetails
 from roundpipe_fx.report.plan_json import fields_of_json, json_of_plan
 from roundpipe_fx.report.plan_page import page_of_plans, show_page
@@ -26,6 +27,7 @@ from roundpipe_fx.report.summary import division_lines, summary_lines
 from roundpipe_fx.report.timeline import Timeline
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.schedules import Timing
+from roundpipe_fx.torch_private import recorded_history
 
 _MOST_ACTIONS = 100_000
 """Of the timeline that a page draws, and that is stored."""
@@ -267,6 +269,42 @@ class Plan(Decisions):
         target = Path(path)
         target.write_text(self._page(beside), encoding="utf-8")
         return target
+
+    def write_snapshot(self, path: str | Path) -> Path:
+        """Write the planned memory of a step for PyTorch's memory visualizer, https://pytorch.org/memory_viz: drop the
+        file there.
+
+        The format is that of ``torch.cuda.memory._dump_snapshot``. Trace 0 is the planned step, in which a value has
+        two frames: its line in the emitted code, and module and line of the user's program. It begins without what was
+        allocated before the step, and ends while the last operation runs. Of a pipeline, trace ``i`` is planned device
+        ``i``, of which only the bytes during each action are known.
+
+        If ``torch.cuda.memory._record_memory_history`` is on, the traces that the allocator has recorded are in the
+        file too, behind the planned ones: of CUDA device ``i`` trace ``i + 1``, or of a pipeline ``i`` plus the number
+        of its devices. Call it in the process that recorded them, also after an out-of-memory error.
+
+        Args:
+            path: the file to write, as ``"step.pickle"``.
+
+        Returns:
+            the path.
+
+        Raises:
+            RuntimeError: memory over the step is not known: the plan was read from JSON without it.
+        """
+        if self.pipeline is not None:
+            if self.timing is None and (self.stored is None or self.stored.timeline is None):
+                raise RuntimeError(
+                    "this plan of a pipeline was read from JSON, which has no timeline for schedules of more than "
+                    f"{_MOST_ACTIONS} actions: write the snapshot of the plan in the process that made it."
+                )
+            planned = changes_of_pipeline(self.timeline(), self.stages)
+        else:
+            step = self.stored.step if self.stored is not None else self.read_step and self.read_step()
+            if step is None:
+                raise RuntimeError("this plan was stored without its programs, so memory over the step is not known.")
+            planned = [changes_of_step(step)]
+        return write_snapshot(path, planned, recorded_history())
 
     def show(self, *, beside: Plan | None = None) -> Any:
         """Show the page of :meth:`write_html`: in the notebook's cell, or in a browser, from a temporary file whose

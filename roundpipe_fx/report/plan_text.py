@@ -46,7 +46,9 @@ def header_lines(plan: Decisions) -> list[str]:
         lines += pipeline_lines(plan.pipeline)
     what = "predicted peak" if plan.pipeline is None else "of one microbatch alone, predicted peak"
     libraries = f"; libraries keep {bytes_text(plan.library_bytes)} beside it" if plan.library_bytes else ""
-    lines.append(f"{what}: {bytes_text(plan.peak.bytes)} ({plan.peak.bytes} bytes), {_moment(plan.peak)}{libraries}")
+    lines.append(
+        f"{what}: {bytes_text(plan.peak.bytes)} ({plan.peak.bytes} bytes), {moment_text(plan.peak)}{libraries}"
+    )
     if plan.model is not None:
         lines.append(_memory_of_device(plan, plan.model))
     if plan.training:
@@ -85,7 +87,8 @@ def _on_host(plan: Decisions) -> str:
     return f", and on the host {bytes_text(plan.host_bytes)}" if plan.on_host else ""
 
 
-def _moment(peak: PeakMoment) -> str:
+def moment_text(peak: PeakMoment) -> str:
+    """The operation at which a peak is reached, with its module and line."""
     if not peak.call:
         return "at the beginning"
     module = f" of {peak.module}" if peak.module else ""

@@ -201,6 +201,12 @@ class StepCalls:
             call.over = True
             self._events.append((NotedEvent.FREED, number))
 
+    def are_alive(self) -> bool:
+        """Test for calls that are alive, so that the next one belongs to their step."""
+        with self._lock:
+            self.report()
+            return bool(self._calls)
+
     def report(self) -> None:
         """Report the step if it is over: outputs that end it may have been dropped since the last call."""
         with self._lock:

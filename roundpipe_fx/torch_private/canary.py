@@ -87,6 +87,7 @@ USED: Mapping[str, str] = {
         "DataDependentOutputException DynamicOutputShapeException FakeTensorMode UnsupportedFakeTensorException"
     ),
     "torch.autograd": "Variable._execution_engine.queue_callback _unsafe_preserve_version_counter",
+    "torch.cuda.memory": "_snapshot",
     "torch.distributed._functional_collectives": "all_reduce wait_tensor",
     "torch.distributed.distributed_c10d": "_get_default_store _resolve_process_group",
     "torch.distributed.tensor": "DTensor._local_tensor",

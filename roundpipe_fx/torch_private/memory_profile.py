@@ -11,7 +11,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ __all__ = [
     "profile_memory",
     "profiler_runs",
     "record_allocations",
+    "recorded_history",
     "wrap_compiled_calls",
 ]
 
@@ -188,6 +189,19 @@ def _tell(records: Sequence[Sequence[Any]], began: float, recorded: _Recorded, s
 def profiler_runs() -> bool:
     """Whether a profiler of the user is active on this thread."""
     return _recording.recorded is None and torch._C._autograd._profiler_enabled()
+
+
+def recorded_history() -> Mapping[str, Any] | None:
+    """Return what CUDA's caching allocators have recorded, as a snapshot that PyTorch's memory visualizer reads.
+
+    Returns:
+        the snapshot; ``None``: nothing is recorded, since ``torch.cuda.memory._record_memory_history`` is off, or no
+        CUDA device is in use.
+    """
+    if not torch.cuda.is_initialized() or torch.cuda.get_allocator_backend() != "native":  # others have no snapshots
+        return None
+    snapshot = torch.cuda.memory._snapshot()
+    return snapshot if any(snapshot["device_traces"]) else None
 
 
 def wrap_compiled_calls(around: Callable[[Callable[[], Any], Sequence[Any]], Any]) -> Callable[[], None] | None:

@@ -161,7 +161,10 @@ def emulate() -> None:
     cuda.max_memory_allocated = lambda which=None: _memory_stats(which)["allocated_bytes.all.peak"]
     cuda.memory_reserved = lambda which=None: _memory_stats(which)["reserved_bytes.all.current"]
     cuda.max_memory_reserved = lambda which=None: _memory_stats(which)["reserved_bytes.all.peak"]
+    cuda.memory_stats_as_nested_dict = _nested_memory_stats
     cuda.memory_snapshot = cuda.memory.memory_snapshot = _memory_snapshot
+    cuda.memory._snapshot = _unrecorded_snapshot
+    cuda.get_allocator_backend = lambda: "native"
     cuda.reset_peak_memory_stats = lambda which=None: device.reset_peak(_index(which))
     cuda.mem_get_info = lambda which=None: (device.capacity() - cuda.memory_reserved(which), device.capacity())
     cuda.empty_cache = device.empty_cache
@@ -210,6 +213,20 @@ def _memory_stats(which: Any = None) -> dict[str, int]:
         for name, sizes in counters
         for what, size in zip(("current", "peak"), sizes, strict=True)
     }
+
+
+def _nested_memory_stats(which: Any = None) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, size in _memory_stats(which).items():
+        name, pool, what = key.split(".")
+        nested.setdefault(name, {}).setdefault(pool, {})[what] = size
+    return nested
+
+
+def _unrecorded_snapshot(which: Any = None) -> dict[str, Any]:
+    """Nothing records a history here."""
+    traces: list[list[Any]] = [[] for _ in range(device.device_count())]
+    return {"segments": _memory_snapshot(), "device_traces": traces}
 
 
 def _memory_snapshot(mempool_id: Any = None) -> list[dict[str, Any]]:

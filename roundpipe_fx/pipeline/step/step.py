@@ -140,8 +140,10 @@ class Pipeline:
         deferred_batch_norm: bool,
         optimized: OptimizerParameters,
         mode: Local,
+        explaining: Callable[[Sequence[torch.device], str, bool], contextlib.AbstractContextManager[None]],
     ) -> None:
         self.settings = settings
+        self._explaining = explaining
         self._mode = mode
         self._model = model
         self._compile_state = compile_state
@@ -455,9 +457,12 @@ class Pipeline:
         streams = random_streams.random_streams(device, len(captured.programs), self._mode.first_stream)
         workers = self._workers_on(self._mode.worker_devices or (device,))
         updates = self._optimized.updates
-        finished = self._mode.run(
-            workers, captured, kinds, self._scheduled, tangents, streams, inherited, updates, updating
-        )
+        phase = "step" if kinds is None else "forward" if kinds == (ActionKind.FORWARD,) else "backward"
+        training = any(program.tangents for program in captured.programs)
+        with self._explaining(workers.devices, phase, training):
+            finished = self._mode.run(
+                workers, captured, kinds, self._scheduled, tangents, streams, inherited, updates, updating
+            )
         random_streams.finish(device, streams)
         whole = kinds != _BACKWARD or not captured.graphs[0].measured
         before = [] if whole else captured.graphs[0].measured[-1]
