@@ -75,7 +75,8 @@ def peak_of_course(
         peak = max(peak, later, key=lambda peak: peak.bytes)
     call, node = run.events[peak.position].what if peak.position >= 0 else ("", None)
     gradients = set().union(*course.gradients)
-    live = [_live(run.makers.get(storage), size, storage in gradients) for storage, size in peak.live]
+    saved = set().union(*course.results[course.forward.outputs :])
+    live = [_live(run.makers.get(storage), size, storage in gradients, storage in saved) for storage, size in peak.live]
     name, module = (node.name, module_path(node, module_path_text)) if node is not None else ("", "")
     line = line_of(node) if node is not None else ""
     workspace = run.events[peak.position].workspace if peak.position >= 0 else 0
@@ -138,10 +139,10 @@ def footprint_of_course(course: Course, owners: Sequence[int | None] = (), beyon
     )
 
 
-def _live(maker: fx.Node | str | None, size: int, gradient: bool) -> LiveValue:
+def _live(maker: fx.Node | str | None, size: int, gradient: bool, saved: bool) -> LiveValue:
     if maker is None:
         return LiveValue("incoming gradient", "", size)
     if isinstance(maker, str):
-        return LiveValue(f"buffer of {maker}", "", size)
+        return LiveValue(f"buffer of {maker}", "", size, saved=saved)
     module = module_path(maker, module_path_text)
-    return LiveValue(maker.name, module, size, gradient, "" if module else line_of(maker))
+    return LiveValue(maker.name, module, size, gradient, "" if module else line_of(maker), saved)

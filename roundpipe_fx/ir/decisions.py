@@ -287,6 +287,7 @@ class LiveValue:
         bytes: bytes of its storage.
         gradient: whether it is a gradient that the backward returns, of a parameter or an input.
         line: file and line of the user's program that computes a value outside of all modules, as ``loss.py:12``.
+        saved: whether the forward has saved it for the backward.
     """
 
     name: str
@@ -294,6 +295,7 @@ class LiveValue:
     bytes: int
     gradient: bool = False
     line: str = ""
+    saved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

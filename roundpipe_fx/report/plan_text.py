@@ -71,11 +71,11 @@ def header_lines(plan: Decisions) -> list[str]:
 
 def _memory_of_device(plan: Decisions, model: ModelMemory) -> str:
     """All that a device holds at the peak, by what people call it."""
-    saved = {value.name for stage in plan.stages for value in (*stage.saved, *stage.hoisted)}
     gradients = sum(value.bytes for value in plan.peak.live if value.gradient)
-    kept = sum(value.bytes for value in plan.peak.live if value.name in saved and not value.gradient)
+    saved = sum(value.bytes for value in plan.peak.live if value.saved and not value.gradient)
     parts = {"parameters": model.parameters, f"{model.optimizer_name}'s state": model.optimizer}
-    parts |= {"gradients": gradients, "saved values": kept, "temporaries": plan.peak.bytes - gradients - kept}
+    parts |= {"gradients": gradients, "saved values": saved}
+    parts["temporaries and outputs"] = plan.peak.bytes - gradients - saved
     total = model.parameters + model.optimizer + plan.peak.bytes
     limit = f" of {bytes_text(model.device)}" if model.device else ""
     held = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size)
