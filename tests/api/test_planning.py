@@ -71,9 +71,12 @@ def test_a_plan_for_a_gpu_that_is_not_there_counts_what_attention_allocates() ->
     # As flash attention: 2 * 4 heads of 256 rows, their sums and a gradient of 32 floats for each row.
     assert _backward_workspaces(plan)[backward] == 4 * 2 * 4 * 256 * (1 + 32)
     assert not any(_backward_workspaces(roundpipe_fx.plan(model, x, device="cpu", memory_budget=1.0)).values())
-    # With a mask, as Hugging Face models are traced: as efficient attention, 2 * 8 heads of 4 blocks of 64 by 64.
+    # A causal mask, which Hugging Face builds while a model is traced, is left out.
     llama, tokens = _llama(layers=1, width=256), torch.empty(2, 256, dtype=torch.long, device="meta")
-    plan = roundpipe_fx.plan(llama, input_ids=tokens, labels=tokens, device="H100", memory_budget=1.0)
+    batch = {"input_ids": tokens, "labels": tokens, "device": "H100", "memory_budget": 1.0}
+    assert _backward_workspaces(roundpipe_fx.plan(llama, **batch))[backward] == 4 * 2 * 8 * 256 * (1 + 32)
+    # With another mask: as efficient attention, 2 * 8 heads of 4 blocks of 64 by 64.
+    plan = roundpipe_fx.plan(llama, **batch, attention_mask=torch.ones_like(tokens))
     assert _backward_workspaces(plan)[backward] == 4 * 2 * 8 * (256 + 4 * (64 * 64 + 4))
 
 
