@@ -70,7 +70,7 @@ def make_backend(
         return within_the_rest(watched, options, on_plan, compile_within)
 
     budget, outside = options.memory_budget, learned.steps.runs_eagerly
-    roundpipe_fx.around_compilations = lambda frame: _around(frame, warned, budget, outside)  # type: ignore[attr-defined]
+    roundpipe_fx.around_compilations = lambda frame: _around(frame, warned, budget, outside, pipelining is not None)  # type: ignore[attr-defined]
     return roundpipe_fx
 
 

@@ -268,7 +268,7 @@ class _OnOneDevice(_Compilation):
         joint, budget, wrong = lowered.joint, lowered.budget, lowered.joint.dropped & held
         if wrong and budget is not None:
             self.learned.see_held(self.name, wrong)
-            self._tell_of_more("outputs that the caller holds until the backward", _bytes_of(joint, wrong))
+            self.learned.steps.tell_of_held(_bytes_of(joint, wrong), lowered.peak.bytes, budget)
             return
         gained = _bytes_of(joint, self.droppable - joint.dropped)
         bounded = bounded_in_bytes(joint, self.options) or self.options.memory_budget == 0.0

@@ -55,6 +55,7 @@ def around_compilations(
     warned: set[UserLine],
     budget: int | float | None = None,
     outside: Callable[[UserLine, str], None] = lambda line, why: None,
+    pipelined: bool = False,
 ) -> Iterator[None]:
     """Context manager around Dynamo's compilation of a frame: sets flags, warns of breaks and of skipped functions.
 
@@ -63,11 +64,12 @@ def around_compilations(
         warned: lines that the user has been warned of; extended.
         budget: the memory budget, to which warnings then refer.
         outside: called with the line and the reason of what runs eagerly.
+        pipelined: whether the frame is part of a pipeline.
     """
     budgeted = budget is not None
     trace_packed_sequences()
     with (
-        torch_private.dynamo_flags(),
+        torch_private.dynamo_flags(pipelined),
         torch_private.untraced_functions(frame.code) as untraced,
         torch_private.graph_breaks() as broken,
     ):

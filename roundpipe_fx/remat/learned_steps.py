@@ -113,6 +113,25 @@ class LearnedSteps:
             stacklevel=2,
         )
 
+    def tell_of_held(self, size: int, peak: int, budget: int) -> None:
+        """Warn that a step holds outputs that its plan assumed dropped, and takes more than its budget with them.
+
+        Args:
+            size: bytes of these outputs.
+            peak: bytes that are planned for a step.
+            budget: bytes that it may take.
+        """
+        if peak + size <= budget:
+            return
+        then = "The next step is planned for that." if self._replans else 'outputs="held" plans for that.'
+        warnings.warn(
+            f"roundpipe_fx: the caller holds {size} bytes ({bytes_text(size)}) of outputs when the backward begins, "
+            f"which were planned as dropped by then: the step needs up to {peak + size} bytes "
+            f"({bytes_text(peak + size)}), and the memory_budget is {budget} bytes ({bytes_text(budget)}). {then}",
+            StepBudgetWarning,
+            stacklevel=2,
+        )
+
     def runs_eagerly(self, line: object, why: str) -> None:
         """Note where code runs that is part of no graph, and why."""
         if str(line) not in self.outside:

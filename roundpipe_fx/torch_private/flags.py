@@ -38,18 +38,22 @@ _COUNT = r".*\['num_items_in_batch'\]"
 
 
 @contextlib.contextmanager
-def dynamo_flags() -> Iterator[None]:
+def dynamo_flags(pipelined: bool = False) -> Iterator[None]:
     """Context manager that sets Dynamo's flags for our compilation and restores them on exit.
 
     Data-dependent shapes and scalars are captured into the graph instead of breaking it where possible, and so are
     branches on random numbers with a known outcome. Recurrent modules and packed sequences are traced, loggers are
     skipped, and hooks that are added to submodules later are guarded on. The recompile limit is raised: within a budget
     in bytes there is a plan for each range of sizes, and none for code that runs eagerly. A whole number that a module
-    keeps as an attribute becomes an input once it has changed, as PyTorch does it for others (a model that counts its
-    steps would be compiled in each). Inside DDP the graph is not
+    keeps as an attribute becomes an input once it has changed, as PyTorch does it for others: a model that counts its
+    steps would be compiled in each. (Not in a pipeline, whose microbatches must not hand on what they count: that is
+    seen where a number is part of the code.) Inside DDP the graph is not
     cut at DDP's buckets: a plan is for a whole step, and so is a pipeline's schedule.
 
     It is entered while Dynamo compiles a frame; nothing that runs in a step reads these flags. It may be nested.
+
+    Args:
+        pipelined: whether the frame is part of a pipeline.
     """
     if _local.flags_are_set:
         yield
@@ -66,7 +70,8 @@ def dynamo_flags() -> Iterator[None]:
         allow_rnn=True,
         optimize_ddp=False,
         # With dynamic=True, which assumes nothing to be static, numbers of heads and layers would be symbolic too.
-        allow_unspec_int_on_nn_module=config.allow_unspec_int_on_nn_module or config.assume_static_by_default,
+        allow_unspec_int_on_nn_module=config.allow_unspec_int_on_nn_module
+        or (config.assume_static_by_default and not pipelined),
     )
     sources = filter(None, [torch.compiler.config.dynamic_sources, _COUNT])
     numbers = torch.compiler.config.patch(dynamic_sources=",".join(sources))  # type: ignore[attr-defined]

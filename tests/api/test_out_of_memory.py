@@ -29,7 +29,7 @@ class _Failing:
     backward = 0
 
 
-@torch.library.custom_op("roundpipe_fx_tests::failing", mutates_args=())
+@torch.library.custom_op("roundpipe_fx_tests::out_of_memory", mutates_args=())
 def _failing(x: torch.Tensor) -> torch.Tensor:
     if _Failing.forward:
         _Failing.forward -= 1
@@ -37,7 +37,7 @@ def _failing(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-@torch.library.custom_op("roundpipe_fx_tests::failing_backward", mutates_args=())
+@torch.library.custom_op("roundpipe_fx_tests::out_of_memory_backward", mutates_args=())
 def _failing_backward(x: torch.Tensor) -> torch.Tensor:
     if _Failing.backward:
         _Failing.backward -= 1

@@ -193,27 +193,6 @@ def test_a_number_that_changes_is_compiled_once_more(options: dict[str, Any]) ->
     assert len(compiled.plans) <= 3
 
 
-def test_a_number_that_changes_between_the_steps_of_a_pipeline() -> None:
-    class Weighed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.epoch = nn.Linear(8, 8), 1
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.layer(x) / self.epoch).square().mean()
-
-    model, x = Weighed(), torch.randn(4, 8)
-    expected = copy.deepcopy(model)
-    compiled = roundpipe_fx.compile(model, num_microbatches=2)
-    for epoch in range(1, 6):
-        model.epoch = expected.epoch = epoch
-        model.zero_grad(), expected.zero_grad()
-        compiled.forward_backward(x)
-        expected(x).backward()
-        torch.testing.assert_close(model.layer.weight.grad, expected.layer.weight.grad)
-    assert len(compiled.plans) <= 2
-
-
 @pytest.mark.parametrize("front_door", ["compile", "in place", "torch.compile"])
 @pytest.mark.parametrize("limit", ["recompile_limit", "accumulated_recompile_limit"])
 def test_the_recompile_limit_is_told_of_once_with_what_is_not_kept(
