@@ -184,7 +184,7 @@ class _OnOneDevice(_Compilation):
         if parts > 1 and self.options.memory_budget is not None:
             return lower_as_one_of(joint, parts, self.options, lower_with)
         result = lower_with(joint, self.options, self.learned.steps.needs(self.call_name))
-        held = self.learned.held(self.name)
+        held = self.learned.held(self.name) & self.droppable
         if isinstance(result, Found) or not held:
             return result
         size = _bytes_of(joint, held)
@@ -263,9 +263,10 @@ class _OnOneDevice(_Compilation):
         less then. Otherwise the same programs are told of with what they need: of a share of what can be reached, both
         ends are less then.
         """
-        self.droppable -= held
         lowered = self.lowered
         joint, budget, wrong = lowered.joint, lowered.budget, lowered.joint.dropped & held
+        self.learned.note_held(self.name, (self.droppable & held) - wrong)
+        self.droppable -= held
         if wrong and budget is not None:
             self.learned.see_held(self.name, wrong)
             self.learned.steps.tell_of_held(_bytes_of(joint, wrong), lowered.peak.bytes, budget)

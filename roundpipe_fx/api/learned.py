@@ -105,13 +105,20 @@ class Learned:
         for place in outputs:
             self.see(f"{_HELD}/{graph} {place}", 1)
 
+    def note_held(self, graph: str, outputs: Collection[int]) -> None:
+        """Record outputs of a graph, by number, that a step has held, as its plan assumed."""
+        for place in outputs:
+            name = f"{_HELD}/{graph} {place}"
+            self.assumed.setdefault(name, 1)
+            self.see(name, 1)
+
     def see_dropped(self, graph: str, outputs: Collection[int]) -> None:
         """Record outputs of a graph that a step has dropped and its plan assumed held."""
         for place in outputs:
             self.see(f"{_DROPPED}/{graph} {place}", 1)
 
     def held(self, graph: str) -> frozenset[int]:
-        """Numbers of the outputs of a graph that some step has held although its plan assumed otherwise."""
+        """Numbers of the outputs of a graph that some step has held."""
         return self._outputs(_HELD, graph)
 
     def dropped(self, graph: str) -> frozenset[int]:

@@ -188,3 +188,15 @@ def test_an_unmodified_training_loop(tmp_path: Any) -> None:
     data = [{"input_ids": tokens, "labels": tokens}] * 8
     transformers.Trainer(model, arguments, train_dataset=data).train()
     assert model.plan.dropped_bytes == 4 * 2 * 64 * _WORDS
+
+
+def test_outputs_that_were_held_are_not_assumed_dropped_by_a_later_plan() -> None:
+    own, *batch = _made()
+    held = roundpipe_fx.compile(own, outputs="held", memory_budget=0.0)
+    _hold(held, *batch)
+    model = roundpipe_fx.compile(own, memory_budget=held.plan.peak_bytes, tiling="never")
+    _hold(model, *batch)
+    model._state_of_roundpipe_fx.learned.share = 0.5  # as if memory had run out
+    model._state_of_roundpipe_fx.compile()
+    with pytest.raises(InfeasibleBudgetError, match=f"The caller holds {_SCORES} bytes"):
+        _hold(model, *batch)
