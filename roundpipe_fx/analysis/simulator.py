@@ -82,9 +82,11 @@ def peak_of_course(
     workspace = run.events[peak.position].workspace if peak.position >= 0 else 0
     if call == CALLER and workspace:
         name = "loss"
-        live = sorted([*live, LiveValue("loss outside", "", workspace)], key=lambda value: -value.bytes)
+        live = sorted(
+            [*live, LiveValue(name="loss outside", module="", bytes=workspace)], key=lambda value: -value.bytes
+        )
     elif workspace:
-        beside = LiveValue(f"workspace of {name or call}", module, workspace)
+        beside = LiveValue(name=f"workspace of {name or call}", module=module, bytes=workspace)
         live = sorted([*live, beside], key=lambda value: -value.bytes)
     return PeakMoment(bytes=peak.bytes, call=call, value=name, module=module, live=tuple(live), line=line)
 
@@ -141,8 +143,15 @@ def footprint_of_course(course: Course, owners: Sequence[int | None] = (), beyon
 
 def _live(maker: fx.Node | str | None, size: int, gradient: bool, saved: bool) -> LiveValue:
     if maker is None:
-        return LiveValue("incoming gradient", "", size)
+        return LiveValue(name="incoming gradient", module="", bytes=size)
     if isinstance(maker, str):
-        return LiveValue(f"buffer of {maker}", "", size, saved=saved)
+        return LiveValue(name=f"buffer of {maker}", module="", bytes=size, saved=saved)
     module = module_path(maker, module_path_text)
-    return LiveValue(maker.name, module, size, gradient, "" if module else line_of(maker), saved)
+    return LiveValue(
+        name=maker.name,
+        module=module,
+        bytes=size,
+        gradient=gradient,
+        line="" if module else line_of(maker),
+        saved=saved,
+    )

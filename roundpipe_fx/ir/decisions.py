@@ -277,7 +277,7 @@ class PlannedPipeline:
         return self.host_weight_bytes + self.host_gradient_bytes + self.host_value_bytes + self.host_optimizer_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LiveValue:
     """A value that is alive at the peak.
 

@@ -200,7 +200,7 @@ def test_a_screen_with_every_line_of_the_header_and_full_tables() -> None:
         dataclasses.replace(plan.stages[0], index=i, modules=f"{letter}.block", recomputed=values, hoisted=values)
         for i, letter in enumerate("abcdefghij")
     )
-    live = tuple(LiveValue(value.name, value.module, value.bytes) for value in values)
+    live = tuple(LiveValue(name=value.name, module=value.module, bytes=value.bytes) for value in values)
     full = dataclasses.replace(
         plan,
         budget=1,
