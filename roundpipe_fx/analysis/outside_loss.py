@@ -20,7 +20,7 @@ outputs, and a plan reserves memory for that.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from torch import fx
 
@@ -90,6 +90,16 @@ def loss_bytes(tangents: Collection[fx.Node], granularity: int = 1) -> int:
 def lasting_bytes(tangents: Collection[fx.Node], granularity: int = 1) -> int:
     """Bytes of a loss outside that stay allocated until the backward is over. Arguments as for :func:`loss_bytes`."""
     return _bytes(tangents, granularity, 1)
+
+
+def output_bytes(joint: JointGraph, outputs: Iterable[int]) -> int:
+    """Bytes of outputs of the forward.
+
+    Args:
+        joint: the graph.
+        outputs: their numbers.
+    """
+    return tensor_bytes([value for place in outputs for value in tensor_values(joint.outputs[place])])
 
 
 def returned_view_bytes(joint: JointGraph, granularity: int = 1) -> int:

@@ -69,8 +69,8 @@ def make_backend(
         steps.parts, steps.beside, steps.budget = watched.parts, watched.gathered, options.memory_budget
         return within_the_rest(watched, options, on_plan, compile_within)
 
-    budget, outside = options.memory_budget, learned.steps.runs_eagerly
-    roundpipe_fx.around_compilations = lambda frame: _around(frame, warned, budget, outside, pipelining is not None)  # type: ignore[attr-defined]
+    how = warned, options.memory_budget, learned.steps.runs_eagerly, pipelining is not None
+    roundpipe_fx.around_compilations = lambda frame: _around(frame, *how)  # type: ignore[attr-defined]
     return roundpipe_fx
 
 

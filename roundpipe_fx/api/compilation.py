@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,13 +17,14 @@ import torch
 from torch import fx
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.analysis.cost import COMPILED_STAGES, tensor_bytes
+from roundpipe_fx.analysis.cost import COMPILED_STAGES
 from roundpipe_fx.analysis.outside_loss import expect_loss, lasting_bytes, returned_view_bytes
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
+from roundpipe_fx.api.callers_outputs import CallersOutputs
 from roundpipe_fx.api.first_plan_of_parts import lower_as_one_of
 from roundpipe_fx.api.learned import Learned
-from roundpipe_fx.budget import Found, Infeasible, Result, bytes_text, plan_or_error
+from roundpipe_fx.budget import Found, Infeasible, Result, plan_or_error
 from roundpipe_fx.codegen import Program, seen_by_autograd
 from roundpipe_fx.compiler.emit import device_of
 from roundpipe_fx.compiler.lowered import Lowered
@@ -34,7 +35,7 @@ from roundpipe_fx.frontend.invalid_backward import warn_of_redrawn_numbers
 from roundpipe_fx.frontend.opaque_backward import OpaqueCall
 from roundpipe_fx.frontend.own_gradients import own_gradients
 from roundpipe_fx.frontend.size_range import lower_for_sizes
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor, tensor_values, viewed
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph, Seen, pipelined_graph
@@ -59,9 +60,6 @@ from roundpipe_fx.torch_private import UserLine
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_WORTH_PLANNING = 0.01
-"""A step is planned anew for outputs that are dropped if they have more than so much of the budget."""
 
 
 @dataclass(kw_only=True)
@@ -143,29 +141,19 @@ class _OnOneDevice(_Compilation):
     compiled: dict[str, Boxed] = field(default_factory=dict)
     profiled: ProfiledStep | None = None
     noted: NotedGraph | None = None
+    outputs: CallersOutputs = field(init=False)
     observed: DroppedOutputs | None = None
-    droppable: frozenset[int] = frozenset()
-    """Numbers of the outputs that no step has held until its backward."""
-    told: frozenset[int] = frozenset()
-    """Numbers of the outputs that are dropped according to the plan that was told."""
 
     def _plan(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-        self.droppable = joint.droppable
-        learned = self.learned
-        is_given = self.options.outputs == "dropped"
-        dropped = self.droppable - learned.held(self.name) if is_given else learned.dropped(self.name)
-        joint = dataclasses.replace(joint, dropped=self.droppable & dropped)
+        self.outputs = CallersOutputs(self.name, joint, self.options, self.learned)
+        joint = dataclasses.replace(joint, dropped=self.outputs.assumed_dropped)
         self.lowered = plan_or_error(self._for_sizes(joint, self._lower, lambda lowered: lowered))
-        self.told = self.lowered.joint.dropped
         self._tell(plan_of, self.lowered)
         self.noted = self._noted(self.lowered, self.differentiated)
         assert self.lowered.backward is not None
         return self.lowered.forward.module, self.lowered.backward.module
 
     def _lower(self, joint: JointGraph) -> Result[Lowered]:
-        may_be_dropped = self.options.outputs == "auto"
-        droppable = self.droppable - self.learned.held(self.name) if may_be_dropped else frozenset[int]()
-
         def lower_with(joint: JointGraph, options: Options, step: StepNeeds | None) -> Result[Lowered]:
             learned = self.learned
             if learned.runs_eagerly(self.name):
@@ -177,22 +165,14 @@ class _OnOneDevice(_Compilation):
                 share=learned.share,
                 workspaces=learned.workspaces,
                 step=step,
-                droppable=droppable,
+                droppable=self.outputs.assumed_if_needed,
             )
 
         parts = self.learned.steps.expected_parts
         if parts > 1 and self.options.memory_budget is not None:
             return lower_as_one_of(joint, parts, self.options, lower_with)
         result = lower_with(joint, self.options, self.learned.steps.needs(self.call_name))
-        held = self.learned.held(self.name) & self.droppable
-        if isinstance(result, Found) or not held:
-            return result
-        size = _bytes_of(joint, held)
-        hint = (
-            f" The caller holds {size} bytes ({bytes_text(size)}) of outputs until the backward is over: take the loss "
-            "alone (loss = model(**batch).loss), or delete the outputs before loss.backward()."
-        )
-        return dataclasses.replace(result, bottleneck=result.bottleneck + hint)
+        return self.outputs.explain(result, joint) if isinstance(result, Infeasible) else result
 
     def _noted(self, lowered: Lowered, differentiated: Sequence[int]) -> NotedGraph | None:
         """The name under which steps record calls of this graph; ``None`` if that would not change any plan."""
@@ -231,7 +211,7 @@ class _OnOneDevice(_Compilation):
             traced = [(place, node.meta["val"]) for place, node in zip(self.differentiated, gradients, strict=True)]
             run = returning(run, outputs, traced)
         see = size_observer(self.lowered.forward.results, self._see_size) if self.lowered.budget is not None else None
-        self.observed = self._observe_outputs(self.lowered)
+        self.observed = self.outputs.observe(self.lowered, self._correct)
         if self.observed is not None:
             run = self.observed.forward(run)
         return observed(self._explained(run, self.lowered, "forward"), see)
@@ -247,39 +227,9 @@ class _OnOneDevice(_Compilation):
         begins = begin if phase == "forward" and device.type == "cuda" else None
         return learned.memory.explained(run, phase, lambda: planned_memory(self.plan, share), begins)
 
-    def _observe_outputs(self, lowered: Lowered) -> DroppedOutputs | None:
-        if not self.droppable or self.options.outputs == "held":
-            return None
-        assert lowered.backward is not None
-        read = {viewed(node): place for place, node in enumerate(lowered.backward.inputs)}
-        results = {place: viewed(lowered.forward.results[place]) for place in self.droppable}
-        saved = {place: read[node] for place, node in results.items() if node in read}
-        return DroppedOutputs(self.droppable, saved, self._see_outputs)
-
-    def _see_outputs(self, held: frozenset[int]) -> None:
-        """Note the outputs that a step holds when its backward begins.
-
-        The next step is planned for what was held and assumed dropped, and for what was dropped if it could recompute
-        less then. Otherwise the same programs are told of with what they need: of a share of what can be reached, both
-        ends are less then.
-        """
-        lowered = self.lowered
-        joint, budget, wrong = lowered.joint, lowered.budget, lowered.joint.dropped & held
-        self.learned.note_held(self.name, (self.droppable & held) - wrong)
-        self.droppable -= held
-        if wrong and budget is not None:
-            self.learned.see_held(self.name, wrong)
-            self.learned.steps.tell_of_held(_bytes_of(joint, wrong), lowered.peak.bytes, budget)
-            return
-        gained = _bytes_of(joint, self.droppable - joint.dropped)
-        bounded = bounded_in_bytes(joint, self.options) or self.options.memory_budget == 0.0
-        may_replan = bounded and self.learned.steps.replans and lowered.is_tight
-        if may_replan and budget is not None and gained > _WORTH_PLANNING * budget:
-            self.learned.see_dropped(self.name, self.droppable)
-        elif self.droppable != self.told:
-            self.told = self.droppable
-            dropped = dataclasses.replace(joint, dropped=self.droppable)
-            self._tell(functools.partial(with_dropped_outputs, self.plan), dataclasses.replace(lowered, joint=dropped))
+    def _correct(self, lowered: Lowered) -> None:
+        """Tell of a plan anew, whose programs have turned out to need something else."""
+        self._tell(functools.partial(with_dropped_outputs, self.plan), lowered)
 
     def _incoming(self) -> list[fx.Node] | None:
         """The incoming gradients of the differentiated outputs; ``None`` if one has several, of a tensor subclass."""
@@ -502,11 +452,6 @@ def compile_graph(
         on_plan=_with_library_bytes(on_plan, devices),
     )
     return leaving_out(capture(module, example_inputs, compilation, labels, may_run_eagerly=pipelining is None))
-
-
-def _bytes_of(joint: JointGraph, outputs: Iterable[int]) -> int:
-    """Bytes of outputs, by number."""
-    return tensor_bytes([value for place in outputs for value in tensor_values(joint.outputs[place])])
 
 
 def _touched_devices(inputs: Sequence[Any]) -> list[torch.device]:

@@ -187,10 +187,6 @@ def compile(
         "splitting": Splitting(split_input, split_label, merge_output),
         "deferred_batch_norm": deferred_batch_norm,
     }
-    if pipelining is not None and options.outputs == "dropped":
-        raise ValueError(
-            "outputs='dropped' is for one device: with microbatches outputs are merged and held until the step is over."
-        )
     if pipelining is None:
         if of_batches != {"splitting": Splitting(), "deferred_batch_norm": False} or loss_reduction != "mean":
             raise ValueError(

@@ -409,9 +409,8 @@ def _check_weights(weights: int, state: int, total: int, devices: int, name: str
     optimizer = f", the optimizer's state {bytes_text(state)}" if state else ""
     raise InfeasibleBudgetError(
         f"the model's parameters and buffers alone take {bytes_text(weights)}{optimizer}, and {_SHARE:.0%} of {each}'s "
-        f"memory is "
-        f"{bytes_text(total * devices)}. A model that stays on the CPU has the current stage there, not all of it: "
-        "offloaded=True here, compile(model, devices=['cuda:0']) there. Or use more devices.",
+        f"memory is {bytes_text(total * devices)}. A model that stays on the CPU has the current stage there, not all "
+        "of it: offloaded=True here, compile(model, devices=['cuda:0']) there. Or use more devices.",
         weights + state,
     )
 

@@ -84,10 +84,10 @@ def replanning(
     recompile()
     try:
         return _fitted(run, recompile, learned)
-    except torch.OutOfMemoryError as error:
-        failure = error.with_traceback(None)  # says what the smaller plan was
     except InfeasibleBudgetError:
-        pass  # the first failure says what was planned
+        raise failure from None  # which says what was planned
+    except torch.OutOfMemoryError as error:
+        failure = error.with_traceback(None)  # which says what the smaller plan was
     raise failure from None
 
 

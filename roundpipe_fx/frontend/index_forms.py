@@ -254,16 +254,18 @@ def _transposed(operation: _Operation) -> IndexForm | None:
 
 def _constant_of_other_shape(operation: _Operation) -> IndexForm | None:
     form = _same(operation)
-    constant = isinstance(form, Affine) and form.is_constant
-    return Affine((0,) * operation.result.dim(), form.offset) if constant else None  # type: ignore[union-attr]
+    if not isinstance(form, Affine) or not form.is_constant:
+        return None
+    return Affine((0,) * operation.result.dim(), form.offset)
 
 
 def _indexed(operation: _Operation) -> IndexForm | None:
+    source: Any
     source, index = operation.node.args
     index = index if isinstance(index, tuple) else (index,)
     if any(isinstance(item, fx.Node | list) for item in index):
         return _constant_of_other_shape(operation)
-    value = source.meta["example_value"]  # type: ignore[union-attr]
+    value = source.meta["example_value"]
     return _remapped(operation.form(source), lambda form: _sliced(form, index, value.dim()))
 
 
@@ -362,7 +364,7 @@ def _offsets(forms: Sequence[IndexForm]) -> list[Number]:
 
 
 def _computed(node: fx.Node, numbers: Mapping[Any, Number]) -> Number:
-    """What an elementwise operation makes of one element of each operand."""
+    """Compute an elementwise operation on one element of each operand."""
 
     def element(operand: fx.Node) -> torch.Tensor:
         value = operand.meta["example_value"]

@@ -321,7 +321,7 @@ class PeakMoment:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelMemory:
-    """What a device holds between steps, beside which a step is planned. In bytes.
+    """Memory of a device between steps, beside which a step is planned. In bytes.
 
     Attributes:
         parameters: the model's parameters and buffers.
@@ -365,7 +365,7 @@ class Decisions:
         on_host: names of the saved values that are on the host between forward and backward. (Those of a pipeline are
             in ``pipeline.offloaded``.)
         pipeline: how a step is pipelined, if it is; the rest of the plan is then that of one microbatch.
-        model: what the device holds beside the step, where it was planned for one that is not there.
+        model: memory of the device beside the step, where it was planned for one that is not there.
     """
 
     stages: tuple[PlannedStage, ...]

@@ -273,6 +273,7 @@ class JointGraph:
             for place in places
             if place not in self.updates
             and isinstance(self.outputs[place], fx.Node)
+            and viewed(self.outputs[place]).op != "placeholder"
             and any(value.dim() > 0 for value in tensor_values(self.outputs[place]))
         )
 

@@ -20,15 +20,16 @@ from torch import fx
 
 from roundpipe_fx.analysis.allocator_histories import histories_of
 from roundpipe_fx.analysis.caching_allocator import CachingAllocator, History
-from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data, learned_name, tensor_bytes
+from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data, learned_name
 from roundpipe_fx.analysis.memory_timeline import memory_timeline
+from roundpipe_fx.analysis.outside_loss import output_bytes
 from roundpipe_fx.analysis.program_events import Follow
 from roundpipe_fx.analysis.simulator import peak_of_course, worst_history
 from roundpipe_fx.codegen import Program, StageModule, own_nodes
 from roundpipe_fx.compiler.lowered import Lowered, course_of_programs, trained_inputs
 from roundpipe_fx.compiler.planned_values import ValueCosts, allocating, hoist_reason, planned_tiles, planned_values
 from roundpipe_fx.ir.decisions import PlannedStage
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values, tensor_values
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values
 from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.report.plan_details import EmittedStep, emitted_lines
@@ -61,7 +62,7 @@ def plan_of(lowered: Lowered) -> Plan:
         read_step=_reader(lowered),
         read_in_tiles=setting.read_in_tiles,
         tiles=planned_tiles(joint),
-        dropped_bytes=dropped_bytes(joint),
+        dropped_bytes=output_bytes(joint, joint.dropped),
     )
 
 
@@ -72,14 +73,8 @@ def with_dropped_outputs(plan: Plan, lowered: Lowered) -> Plan:
         plan: of the same programs.
         lowered: the programs, and the outputs that the caller drops.
     """
-    return dataclasses.replace(
-        plan, peak=lowered.peak, dropped_bytes=dropped_bytes(lowered.joint), read_step=_reader(lowered)
-    )
-
-
-def dropped_bytes(joint: JointGraph) -> int:
-    """Bytes of the outputs that the caller is assumed to drop before the backward."""
-    return tensor_bytes([value for place in joint.dropped for value in tensor_values(joint.outputs[place])])
+    dropped = output_bytes(lowered.joint, lowered.joint.dropped)
+    return dataclasses.replace(plan, peak=lowered.peak, dropped_bytes=dropped, read_step=_reader(lowered))
 
 
 def _reader(lowered: Lowered) -> Callable[[], EmittedStep]:

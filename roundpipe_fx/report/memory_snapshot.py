@@ -153,7 +153,7 @@ def changes_of_pipeline(timeline: Timeline, stages: Sequence[PlannedStage]) -> l
 
 
 def _frames_of_value(step: EmittedStep, value: Lifetime, moment: Moment) -> _Frames:
-    """Where a value is computed: the line of the emitted code, and that of the user's program."""
+    """Frames of the operation that computes a value: its line of the emitted code, and that of the user's program."""
     name = value.name
     if value.origin != value.name:
         name += f", recomputes {value.origin}"

@@ -24,7 +24,7 @@ _OF_BUDGET = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMemory:
-    """What the message of an out-of-memory error says of the plan.
+    """Figures of a plan in the message of an out-of-memory error.
 
     Attributes:
         budget: in bytes; ``None``: there is none.
@@ -44,7 +44,7 @@ class PlannedMemory:
 
 
 def planned_memory(plan: Decisions, fraction: float = 1.0) -> PlannedMemory:
-    """Select what a message says of a plan, so that it does not keep the rest.
+    """Select the figures of a plan for a message, so that the rest is not kept.
 
     Args:
         plan: the plan.

@@ -13,8 +13,7 @@ storage, or, where the backward reads it, by more than the list of the backward'
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ import torch
 from roundpipe_fx.runtime.compiled_loops import Boxed
 from roundpipe_fx.torch_private import StorageReference, graph_is_kept, is_sole_reference
 
-_MOST = 64
-"""Calls that wait for their backwards, at most; those before them are forgotten."""
+_MANY = 64
+"""Calls that wait for their backwards, from which on those are looked for of which nothing is held."""
 
 
 class DroppedOutputs:
@@ -41,13 +40,15 @@ class DroppedOutputs:
         self._saved = saved
         self._others = [place for place in outputs if place not in saved]
         self._see = see
-        self._waiting: deque[dict[int, StorageReference]] = deque(maxlen=_MOST)
+        self._waiting: list[dict[int, StorageReference]] = []
 
     def forward(self, run: Boxed) -> Boxed:
         """Wrap the forward program."""
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             results = run(arguments)
+            if len(self._waiting) >= _MANY:  # of which many may never go backward
+                self._waiting = [references for references in self._waiting if _held_of([references])]
             self._waiting.append(
                 {
                     place: StorageReference(results[place].untyped_storage())
@@ -66,12 +67,16 @@ class DroppedOutputs:
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             if not graph_is_kept():  # else autograd holds what it has saved
                 # Calls are not told apart: an output of any call that waits is held.
-                calls, held = [*self._waiting], set[int]()
-                self._waiting.clear()
-                held.update(place for references in calls for place, of in references.items() if not of.expired())
+                waiting, self._waiting = self._waiting, []
+                held = _held_of(waiting)
                 held.update(place for place, of in self._saved.items() if not is_sole_reference(arguments, of))
                 self._see(frozenset(held))
             return run(arguments)
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
+
+
+def _held_of(calls: Iterable[Mapping[int, StorageReference]]) -> set[int]:
+    """Numbers of the outputs of some calls whose memory is still referred to."""
+    return {place for references in calls for place, of in references.items() if not of.expired()}

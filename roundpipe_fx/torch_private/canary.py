@@ -98,8 +98,8 @@ USED: Mapping[str, str] = {
     "torch.fx._symbolic_trace": "is_fx_symbolic_tracing",
     "torch.fx.experimental.proxy_tensor": "disable_proxy_modes_tracing make_fx",
     "torch.fx.experimental.symbolic_shapes": (
-        "CallMethodKey GuardOnDataDependentSymNode ShapeEnv.ignore_fresh_unbacked_symbols ShapeEnv.replace "
-        "StrictMinMaxConstraint"
+        "CallMethodKey GuardOnDataDependentSymNode ShapeEnv.create_unbacked_symfloat ShapeEnv.create_unbacked_symint "
+        "ShapeEnv.ignore_fresh_unbacked_symbols ShapeEnv.replace StrictMinMaxConstraint"
     ),
     "torch.fx.graph": "_BoxedCodeGen",
     "torch.fx.node": "Node._rename",

@@ -122,27 +122,30 @@ def _with_names(examples: Sequence[Any]) -> list[Any]:
     """Inputs of which each number that is computed from others has a symbol of its own.
 
     Inductor's code names the symbols of which a number is made (``s0 / 100``), and finds only those that are an input,
-    or a size of one.
+    or a size of one. A whole number that sizes are made of too is one of the sizes, and stays.
     """
     named: set[Any] = set()
+    of_sizes: set[Any] = set()
     for value in examples:
-        sizes = (*value.shape, *value.stride()) if _is_strided(value) else (value,)
-        for size in sizes:
-            if isinstance(size, torch.SymInt | torch.SymFloat) and size.node.expr.is_Symbol:
-                named.add(size.node.expr)
+        sizes = [size for size in (*value.shape, *value.stride()) if _is_symbolic(size)] if _is_strided(value) else []
+        of_sizes.update(*(size.node.expr.free_symbols for size in sizes))
+        numbers = [*sizes, *([value] if _is_symbolic(value) else [])]
+        named.update(number.node.expr for number in numbers if number.node.expr.is_Symbol)
 
     def with_name(value: Any) -> Any:
-        if not isinstance(value, torch.SymInt | torch.SymFloat) or value.node.expr.free_symbols <= named:
+        if not _is_symbolic(value) or value.node.expr.free_symbols <= named:
             return value
         shapes = value.node.shape_env
         with shapes.ignore_fresh_unbacked_symbols():
-            return (
-                shapes.create_unbacked_symint()
-                if isinstance(value, torch.SymInt)
-                else shapes.create_unbacked_symfloat()
-            )
+            if isinstance(value, torch.SymFloat):
+                return shapes.create_unbacked_symfloat()
+            return value if value.node.expr.free_symbols <= named | of_sizes else shapes.create_unbacked_symint()
 
     return [with_name(value) for value in examples]
+
+
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, torch.SymInt | torch.SymFloat)
 
 
 def _is_strided(value: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 import roundpipe_fx
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning
+from roundpipe_fx.runtime.dropped_outputs import DroppedOutputs
 
 _WORDS, _TOKENS = 4096, 256
 _SCORES = 4 * _WORDS * _TOKENS
@@ -42,18 +43,18 @@ def _drop(model: Any, *batch: Any) -> None:
     model(*batch)[0].backward()
 
 
-def _hold(model: Any, *batch: Any) -> torch.Tensor:
+def _hold(model: Any, *batch: Any) -> Any:
     loss, scores = model(*batch)
     loss.backward()
-    return scores  # type: ignore[no-any-return]
+    return scores
 
 
-def _hold_a_view(model: Any, *batch: Any) -> torch.Tensor:
+def _hold_a_view(model: Any, *batch: Any) -> Any:
     loss, scores = model(*batch)
     first = scores.detach()[:1]
     del scores
     loss.backward()
-    return first  # type: ignore[no-any-return]
+    return first
 
 
 def _peak(step: Callable[..., Any], own: nn.Module, *call: Any) -> int:
@@ -200,3 +201,56 @@ def test_outputs_that_were_held_are_not_assumed_dropped_by_a_later_plan() -> Non
     model._state_of_roundpipe_fx.compile()
     with pytest.raises(InfeasibleBudgetError, match=f"The caller holds {_SCORES} bytes"):
         _hold(model, *batch)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_sizes_that_vary(compiler: Any) -> None:
+    own, x, y = _made()
+    model = roundpipe_fx.compile(own, memory_budget=0.0, dynamic=True, stage_compiler=compiler)
+    for rows in (_TOKENS, _TOKENS // 2, _TOKENS // 2):
+        measured = _peak(_drop, own, model, x[:rows], y[:rows])
+    assert model.plan.dropped_bytes >= _SCORES // 2
+    assert measured <= model.plan.peak_bytes
+    scores = _hold(model, x[:rows], y[:rows])
+    torch.testing.assert_close(scores, own(x[:rows], y[:rows])[1])
+
+
+def test_in_place() -> None:
+    own, *batch = _made()
+    own.compile(backend="roundpipe_fx", options={"memory_budget": 1.0})
+    measured = [_peak(_drop, own, own, *batch) for _ in range(2)][-1]
+    (plan,) = roundpipe_fx.plans(own)
+    assert plan.dropped_bytes == _SCORES and measured == plan.peak_bytes
+
+
+class _Returning(_Head):
+    """Returns its input beside the loss."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x, y)[0], x.view(-1)
+
+
+def test_inputs_that_are_returned_are_nobodys_to_drop() -> None:
+    torch.manual_seed(0)
+    own, x, y = _Returning(3, 32), torch.randn(_TOKENS, 32), torch.randint(_WORDS, (_TOKENS,))
+    model = roundpipe_fx.compile(own, memory_budget=0.0, outputs="dropped")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StepBudgetWarning)
+        measured = [_peak(_hold, own, model, x, y) for _ in range(2)]
+    assert model.plan.dropped_bytes == 0 and len(model.plans) == 1
+    assert measured == [model.plan.peak_bytes] * 2
+
+
+def test_outputs_of_many_calls_are_not_forgotten() -> None:
+    """The first call holds its outputs; those of many others, which never go backward, are dropped."""
+    seen: list[frozenset[int]] = []
+    outputs = DroppedOutputs([0], {}, seen.append)
+    forward, backward = outputs.forward(lambda _: (torch.ones(3),)), outputs.backward(lambda _: ())
+    (kept,) = forward([])
+    for _ in range(200):
+        forward([])
+    backward([])
+    del kept
+    forward([])
+    backward([])
+    assert seen == [frozenset([0]), frozenset()]

@@ -23,7 +23,7 @@ ORIGINAL = "CUDA out of memory. Tried to allocate 1.00 TiB."
 
 
 class _Failing:
-    """How often each phase is still to run out of memory."""
+    """Numbers of runs of each phase that are still to run out of memory."""
 
     forward = 0
     backward = 0

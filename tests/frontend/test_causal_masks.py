@@ -71,7 +71,7 @@ def _packed(n: int) -> torch.Tensor:
 
 
 def _one_sequence(n: int) -> torch.Tensor:
-    """As Hugging Face writes it, if no positions are given."""
+    """The causal mask as Hugging Face writes it if no positions are given."""
     positions = torch.arange(n).unsqueeze(0).expand(2, -1)
     sequence = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
     batch = torch.arange(2)[:, None, None, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,8 @@ def _forms(module: fx.GraphModule) -> dict[fx.Node, IndexForm | None]:
 
 def _result(function: Function, length: int, dynamic: bool) -> IndexForm | None:
     module = dynamo_graph(lambda x: function(x.shape[0]), torch.ones(length), dynamic=dynamic)
-    (returned,) = module.graph.output_node().args[0]  # type: ignore[misc]
-    return _forms(module)[returned]
+    results: Any = module.graph.output_node().args[0]
+    return _forms(module)[results[0]]
 
 
 def _value(form: IndexForm, shape: torch.Size) -> torch.Tensor:

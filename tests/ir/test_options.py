@@ -28,6 +28,8 @@ from tests.linear_chain import linear_chain
         ({"stages": "many"}, ValueError, "'auto'"),
         ({"stages": 2.5}, TypeError, "positive int, 'auto', or a list"),
         ({"stages": True}, TypeError, "not a bool"),
+        ({"outputs": "kept"}, ValueError, "'auto', 'held', 'dropped'"),
+        ({"outputs": "dropped", "num_microbatches": 2}, ValueError, "is for one device"),
         ({"stage_compiler": "nvcc"}, ValueError, "'eager', 'inductor'"),
         ({"inductor_options": {"max_autotun": True}}, ValueError, "Did you mean 'max_autotune'?"),
         ({"inductor_options": {"fallback_random": False}}, ValueError, "always on"),
@@ -38,6 +40,11 @@ from tests.linear_chain import linear_chain
 def test_unknown_values(options: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         roundpipe_fx.compile(linear_chain(), **options)
+
+
+def test_a_plan_for_several_devices_refuses_what_their_compilation_does() -> None:
+    with pytest.raises(ValueError, match="outputs='dropped' is for one device"):
+        roundpipe_fx.plan(linear_chain(), torch.randn(2, 4), outputs="dropped", devices=2)
 
 
 def test_unknown_names() -> None:

@@ -1,4 +1,4 @@
-"""What the message of an out-of-memory error says of devices and proposes, from figures."""
+"""The message of an out-of-memory error, from figures of devices."""
 
 from __future__ import annotations
 

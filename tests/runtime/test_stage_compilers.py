@@ -191,6 +191,36 @@ def test_inductor_with_dynamic_shapes() -> None:
     assert len(compiled.plans) == 1
 
 
+class _Weighed(nn.Module):
+    """Computes a size and a number in its first stage that its second one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = 2 * x.shape[0]
+        weight = 1 / (rows + 3)
+        y = self.first(x).tanh() * weight
+        return (self.second(y).view(rows, 4) * weight).square().sum() / rows
+
+
+def test_sizes_that_one_stage_computes_reach_the_next_with_inductor() -> None:
+    model = _Weighed()
+    compiled = roundpipe_fx.compile(
+        model, stages=["second"], recompute="full", dynamic=True, stage_compiler="inductor", fullgraph=True
+    )
+    for rows in (5, 7):
+        batch = {"x": torch.randn(rows, 8)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)  # that a stage could not be compiled
+            step = train_step(compiled, model, batch)
+        reference = aot_eager_step(model, batch)
+        for parameter, gradient in step.gradients.items():
+            torch.testing.assert_close(gradient, reference.gradients[parameter], rtol=1e-4, atol=1e-6)
+    assert len(compiled.plans) == 1
+
+
 def test_a_callable_gets_each_different_module_once() -> None:
     seen: list[str] = []
 
