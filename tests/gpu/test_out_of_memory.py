@@ -34,12 +34,12 @@ class _Tower(nn.Module):
 
 
 @contextlib.contextmanager
-def _little_left(mebibytes: int, device: str = "cuda:0") -> Iterator[None]:
-    """Context manager in which another tensor has all of a device but so much."""
+def _little_left(mebibytes: int, device: str = "cuda:0") -> Iterator[int]:
+    """Context manager in which another tensor, of as many bytes as are yielded, has all of a device but so much."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     held = torch.empty(free - mebibytes * MIB, dtype=torch.uint8, device=device)
-    yield
+    yield held.nbytes
     del held
 
 
@@ -146,10 +146,11 @@ def test_what_earlier_calls_of_a_step_hold_is_the_steps() -> None:
     gc.collect()
     before = torch.cuda.memory_allocated()
     loss = compiled(x)
-    with _little_left(12), _running_out() as caught:
+    with _little_left(12) as others, _running_out() as caught:
         (loss + compiled(x)).backward()
     text = str(caught.value)
-    assert _said(text, "allocated by the step so far") > 15 << 30  # with the tensor that takes the rest meanwhile
+    # With the tensor that takes the rest meanwhile. What the first call saved is not in the second figure.
+    assert _said(text, "allocated by the step so far") > others * 0.99
     assert _said(text, "allocated before it") == pytest.approx(before, rel=0.02)
 
 
