@@ -72,7 +72,7 @@ def lower(
     setting = _setting(joint, options, registered_syncs, workspaces, training, step=step)
     beyond = (workspaces or {}).get(COMPILED_STAGES, 0) if setting.compiler != "eager" else 0
     setting = dataclasses.replace(setting.knowing(runs_programs=True), share=share, beyond_plan=beyond)
-    file = _plan_file(joint, setting)
+    file = _plan_file(joint, setting, droppable)
     cached = file.read() if file is not None else None
     marking = _first_marking(setting.passes)
     joint = setting.run(joint, PassLevel.JOINT, stop=marking)
@@ -226,8 +226,14 @@ def _looking_in_tiles(joint: JointGraph, setting: Setting) -> Setting:
     return dataclasses.replace(setting, read_in_tiles=functools.partial(plans_in_tiles, joint, setting))
 
 
-def _plan_file(joint: JointGraph, setting: Setting) -> PlanFile | None:
-    """Where the plan of a captured graph is cached; ``None`` if it is planned each time."""
+def _plan_file(joint: JointGraph, setting: Setting, droppable: frozenset[int]) -> PlanFile | None:
+    """File in which the plan of a captured graph is cached; ``None`` if it is planned each time.
+
+    Args:
+        joint: the graph.
+        setting: what else there is to know.
+        droppable: see :func:`lower`. A plan that assumes outputs to be dropped is not one for callers that hold them.
+    """
     options, context = setting.options, setting.context
     budget = asked_budget(joint, options, setting.device)
     customized = options.passes is not None or options.rotor is not None or callable(setting.compiler)
@@ -237,7 +243,7 @@ def _plan_file(joint: JointGraph, setting: Setting) -> PlanFile | None:
         joint,
         device=setting.device,
         costs=setting.costs,
-        options=(options, budget, setting.share, setting.compiler),
+        options=(options, budget, setting.share, setting.compiler, sorted(droppable)),
         registered_syncs=context.registered_syncs,
         workspaces=context.workspaces or {},
     )

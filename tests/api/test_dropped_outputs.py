@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,7 +77,12 @@ def test_plans_count_what_is_held(budget: float | None, step: Callable[..., Any]
     assert len(model.plans) == 1 + (budget == 0.0 and bool(dropped))
 
 
-def test_a_budget_that_only_dropped_outputs_meet_is_planned_for() -> None:
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_budget_that_only_dropped_outputs_meet_is_planned_for(
+    cached: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ROUNDPIPE_FX_CACHE", str(tmp_path))
+    monkeypatch.setenv("ROUNDPIPE_FX_PLAN_CACHE", str(int(cached)))
     own, *batch = _made()
     least = {}
     for outputs in ("held", "auto"):
