@@ -16,6 +16,7 @@ from torch import fx
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.budget import bytes_text
+from roundpipe_fx.frontend.known_functions import known_functions_in_graph
 from roundpipe_fx.frontend.packed_sequences import trace_packed_sequences
 from roundpipe_fx.torch_private import CompiledFrame, RecompileLimit, UserLine
 
@@ -70,6 +71,7 @@ def around_compilations(
     trace_packed_sequences()
     with (
         torch_private.dynamo_flags(pipelined),
+        known_functions_in_graph(),
         torch_private.untraced_functions(frame.code) as untraced,
         torch_private.graph_breaks() as broken,
     ):

@@ -56,6 +56,7 @@ USED: Mapping[str, str] = {
     "torch._dynamo.symbolic_convert": (
         "InstructionTranslator.current_tx InstructionTranslatorBase.inline_user_function_return"
     ),
+    "torch._dynamo.trace_rules": "_allowed_callable_ids is_callable_allowed",
     "torch._dynamo.utils": "_get_dynamo_config_for_logging get_compilation_metrics graph_break_reasons",
     "torch._dynamo.variables.functions": "SkipFunctionVariable.call_function UserFunctionVariable",
     "torch._dynamo.variables.misc": "AutogradFunctionVariable.call_apply",

@@ -26,6 +26,7 @@ __all__ = [
     "PassedThrough",
     "RecompileLimit",
     "UserLine",
+    "allowed_in_graph",
     "checkpoint_body",
     "compiled_in_place_by_us",
     "enter_around_compilations",
@@ -116,6 +117,24 @@ def enter_around_compilations(by_others: Callable[[CodeType, Sequence[torch.nn.M
 
     compile_frame_in_context.roundpipe_fx = True  # type: ignore[attr-defined]
     CatchErrorsWrapper.__call__ = compile_frame_in_context  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def allowed_in_graph(function: Callable[..., Any]) -> Iterator[None]:
+    """Context manager in which Dynamo puts calls of a function, or of an ``autograd.Function``, in the graph.
+
+    ``torch.compiler.allow_in_graph`` does so for all compilations of the process.
+    """
+    from torch._dynamo.trace_rules import _allowed_callable_ids, is_callable_allowed
+
+    if is_callable_allowed(function):
+        yield
+        return
+    _allowed_callable_ids.add(id(function))
+    try:
+        yield
+    finally:
+        _allowed_callable_ids.remove(id(function))
 
 
 def graph_break(module: fx.GraphModule) -> Any | None:
@@ -435,9 +454,12 @@ def modules_being_compiled() -> list[torch.nn.Module]:
 
 
 def _owners(local: Mapping[str, Any]) -> list[torch.nn.Module]:
-    """The modules among the local variables of a frame, and those whose methods are."""
+    """The modules among the local variables of a frame, and those whose methods are.
+
+    A wrapper of a ``forward``, as Accelerate's for autocast, has the module among its ``*args``.
+    """
     owners = []
-    for value in local.values():
+    for value in (item for one in local.values() for item in (one if type(one) is tuple else (one,))):
         owner = getattr(value, "__self__", value)
         if isinstance(owner, torch.nn.Module):
             owners.append(owner)

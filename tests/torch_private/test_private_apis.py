@@ -104,8 +104,8 @@ def test_no_other_file_uses_private_names() -> None:
     assert not used
 
 
-OF_OTHERS = {"_from_config", "_hf_hook", "_instances", "_make"}
-"""Of transformers, accelerate, tqdm and named tuples."""
+OF_OTHERS = {"_TRITON_AVAILABLE", "_from_config", "_hf_hook", "_instances", "_make", "_use_triton"}
+"""Of transformers, accelerate, tqdm, TRL and named tuples."""
 ONLY_IN_SOME_RELEASES = {"_fsdp_param_groups", "_torchdynamo_disable_msg"}
 
 

@@ -197,6 +197,15 @@ def test_accelerator(prepare_first: bool) -> None:
     assert found == losses and _same_weights(own, model) and compiled[0].plan.training
 
 
+def test_plans_of_a_model_in_place_whose_forward_accelerate_has_wrapped() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    model.compile(backend="roundpipe_fx", options={"memory_budget": 0.5})
+    prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    prepared(torch.randn(4, 8)).mean().backward()
+    (plan,) = roundpipe_fx.plans(model)
+    assert plan.training
+
+
 def _adapted() -> nn.Module:
     torch.manual_seed(2)
     model = peft.get_peft_model(_gpt2(), peft.LoraConfig(target_modules=["c_attn"], r=2, task_type="CAUSAL_LM"))
