@@ -189,6 +189,17 @@ def test_diffusion_unet() -> None:
 
 
 @pytest.mark.long
+def test_lora(tmp_path: Path) -> None:
+    output = _run("examples/lora.py", "--layers", "2", "--width", "64", "--steps", "4", "--out", str(tmp_path))
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", output)]
+    assert len(losses) == 4 and losses == sorted(losses, reverse=True)
+    peaks = re.findall(r"peak (\S+) of (\S+) planned", output.replace(",", ""))
+    assert len(peaks) == 4 and all(int(peak) <= int(planned) for peak, planned in peaks)
+    assert "AdamW's state" in output
+    assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.long
 def test_pipeline(tmp_path: Path) -> None:
     output = _run(str(ROOT / "examples/pipeline.py"), "--steps", "3", cwd=tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", output)]

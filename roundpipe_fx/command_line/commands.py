@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from roundpipe_fx.analysis.cost import DEVICES
 from roundpipe_fx.analysis.cost.model import tensor_bytes
 from roundpipe_fx.api import planning
 from roundpipe_fx.budget import bytes_text
+from roundpipe_fx.command_line.adapters import add_lora
 from roundpipe_fx.command_line.largest_batch import largest_batch
 from roundpipe_fx.command_line.model_of import CommandError, Named, named_model
+from roundpipe_fx.command_line.quantized_base import quantize
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.report.plan_page import page_of_plans
 
@@ -62,7 +65,18 @@ def _planned_as_asked(asked: argparse.Namespace, **mesh: Any) -> Plan:
         raise CommandError(
             f"{asked.batch} rows cannot be split into {asked.num_microbatches} microbatches: give a larger --batch"
         )
-    return _planned(asked, named_model(asked.model, asked.dtype), asked.batch, **mesh)
+    return _planned(asked, _named(asked), asked.batch, **mesh)
+
+
+def _named(asked: argparse.Namespace) -> Named:
+    """The model that was asked for, with its adapters."""
+    named = named_model(asked.model, asked.dtype)
+    if asked.quantize is not None:
+        if asked.lora is None:
+            raise CommandError("--quantize freezes the weights: give --lora too, such as --lora r=16")
+        if not quantize(named.model, asked.quantize):
+            raise CommandError(f"--quantize {asked.quantize}: {asked.model} has no linear layers")
+    return named if asked.lora is None else dataclasses.replace(named, model=add_lora(named.model, asked.lora))
 
 
 def _read(path: Path) -> Plan:
@@ -124,7 +138,7 @@ def fit(asked: argparse.Namespace) -> tuple[str, Any]:
         raise CommandError("--memory-budget is a share, which every batch fits: give bytes, such as 6GiB")
     if asked.memory_budget is None and not DEVICES[planning.device_name(asked.device)].memory:
         raise CommandError("the memory of the CPU has no limit here: give --device or --memory-budget, such as 6GiB")
-    named = named_model(asked.model, asked.dtype)
+    named = _named(asked)
 
     def note(rows: int, plan: Plan | None) -> None:
         if sys.stderr.isatty():

@@ -18,7 +18,9 @@ from typing import Any, NoReturn
 
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.command_line import commands
+from roundpipe_fx.command_line.adapters import EXAMPLE, Lora, parse_lora
 from roundpipe_fx.command_line.model_of import CommandError
+from roundpipe_fx.command_line.quantized_base import KINDS
 
 _LOGGER = logging.getLogger(__name__)
 _MODEL = "a Hugging Face configuration (folder or name), or module:function"
@@ -122,6 +124,8 @@ def _add_model(parser: argparse.ArgumentParser, help: str = _MODEL) -> None:
     parser.add_argument("--memory-budget", type=_budget, metavar="BYTES", help="such as 6GiB, or a share in [0, 1]")
     parser.add_argument("--tiling", choices=["auto", "never"], help="default: tiles where no plan fits without")
     parser.add_argument("--dtype", help="of the parameters, such as bfloat16")
+    parser.add_argument("--lora", type=_lora, metavar="r=16,…", help=f"freeze the model, add adapters: {EXAMPLE}")
+    parser.add_argument("--quantize", choices=KINDS, help="the frozen weights of linear layers, with --lora")
     parser.add_argument("--offloaded", action="store_true", help="the model stays on the host")
     parser.add_argument("--num-microbatches", type=_positive, metavar="N", help="that a batch is split into")
 
@@ -155,6 +159,13 @@ def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
+
+
+def _lora(text: str) -> Lora:
+    try:
+        return parse_lora(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _mesh(text: str) -> int | tuple[int, ...]:

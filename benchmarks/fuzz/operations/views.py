@@ -52,7 +52,8 @@ _VIEWS = {
     "expand_last": "{x}[..., :1].expand_as({x})",
     "broadcast_tensors": "torch.mul(*torch.broadcast_tensors({x}, {x}[:, :1]))",
     "block_diag": "torch.block_diag({x}[0].flatten()[:3], {x}[-1].flatten()[:2]).sum(0)",
-    "view_dtype": "{x} + ({x}.detach().view(torch.int64 if {x}.dtype == torch.float64 else torch.int32) & 1).to({x}.dtype)",
+    # Its sign: the last bit is another one where sums are rounded otherwise.
+    "view_dtype": "{x} + ({x}.detach().view(torch.int64 if {x}.dtype == torch.float64 else torch.int32) < 0).to({x}.dtype)",
     "view_complex": "torch.view_as_real(torch.view_as_complex(torch.stack([{x}, {x} * 2], -1)) * (1 + 0.5j)).sum(-1)",
     "fft": "torch.fft.fft({x}, norm='ortho').real",
     "fft_pair": "torch.fft.ifft(torch.fft.fft({x}) * 1.5j).imag",
