@@ -13,17 +13,12 @@ compiles, with nothing from the disk.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,15 +30,11 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 import roundpipe_fx
 from benchmarks.models import UNet
+from benchmarks.resident import Peak, in_a_process, keep_freed_memory
 from benchmarks.side_by_side import RESULTS, Case, build, checkpoint_blocks, report, step
 from benchmarks.side_by_side import cases as small_vocabularies
 
 _SMALL, _LARGE = 1024, 32768
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
-"""Settings with which glibc returns freed memory to the system at once."""
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Numbers of ``mallopt``."""
-_PATIENCE = 900
 _TITLE = "resident MB (planned) / processor seconds of a step / seconds of the first step, one thread"
 
 _Way = Callable[[nn.Module, Case], Callable[..., Any]]
@@ -251,7 +242,7 @@ def _stored() -> list[dict[str, Any]]:
 def _row(name: str, ways: list[str]) -> dict[str, Any]:
     row: dict[str, Any] = {"model": name, **dict.fromkeys(WAYS, "")}
     for way in ways:
-        found = _in_a_process(name, way)
+        found = in_a_process("inductor", "--one", name, way)
         row[way] = found if isinstance(found, str) else _cell(**found)
         print(f"{name}, {way}: {row[way]}", file=sys.stderr, flush=True)
     return row
@@ -260,19 +251,6 @@ def _row(name: str, ways: list[str]) -> dict[str, Any]:
 def _cell(bytes: int, planned: int | None, seconds: float, first: float) -> str:
     of_plan = "" if planned is None else f" ({planned / 1e6:.0f})"
     return f"{bytes / 1e6:.0f}{of_plan} / {seconds:.2f} / {first:.0f}"
-
-
-def _in_a_process(name: str, way: str) -> dict[str, Any] | str:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.inductor", "--one", name, way]
-    environment = {**os.environ, **_ALLOCATOR, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryDirectory() as cache:
-        environment |= {"TORCHINDUCTOR_CACHE_DIR": cache, "ROUNDPIPE_FX_CACHE": cache}
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, env=environment)
-    lines = ran.stdout.splitlines()
-    if ran.returncode or not lines:
-        return (ran.stderr.splitlines() or [f"ended with {ran.returncode}"])[-1]
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
 
 
 def _measured(case: Case, way: _Way) -> dict[str, Any]:
@@ -285,13 +263,10 @@ def _measured(case: Case, way: _Way) -> dict[str, Any]:
     first = time.perf_counter() - begin
     for _ in range(3):  # a plan may learn from the first
         model.zero_grad()
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _resident("VmRSS")
+        resident = Peak()
         step(run, model, batch)
-        peak = _resident("VmHWM") - before
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_TRIM_THRESHOLD, 1 << 30)
-    libc.mallopt(_MMAP_THRESHOLD, 32 << 20)
+        peak = resident.bytes()
+    keep_freed_memory()
     seconds = []
     for _ in range(8):
         begin = time.process_time()
@@ -299,11 +274,6 @@ def _measured(case: Case, way: _Way) -> dict[str, Any]:
         seconds.append(time.process_time() - begin)
     planned = run.plan.peak_bytes if isinstance(run, roundpipe_fx.CompiledModule) else None
     return {"bytes": peak, "planned": planned, "seconds": statistics.median(seconds[1:]), "first": first}
-
-
-def _resident(kind: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(kind))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ operand is one whose recorded value was replaced before::
     view                       any                what its fake kernel returns now; if that fails, it gets copies
     other operator             none               what the real kernel returns, where that is not known to agree
     other operator             any                the same; if it cannot be run, what its fake kernel returns now
-    output of the forward      any                as before: the caller gets a copy
 
 Nothing else is copied, since a copy would change the order in which sums traverse memory, and thereby their bits; with
 one exception. For a dimension of size 1 the real ``view`` returns another stride than its fake kernel. This matters to
@@ -57,7 +56,6 @@ def restore_layouts(joint: JointGraph, device: torch.device | None = None) -> Jo
     values = _RecordedValues(joint, device)
     for node in list(joint.computed()):
         values.visit(node)
-    values.restore_outputs()
     _copy_single_samples(joint)
     return joint
 
@@ -103,16 +101,6 @@ class _RecordedValues:
             with values[place].fake_mode:
                 values[place] = torch.empty((), dtype=values[place].dtype, device="cpu")
         self._replace(node, tuple(values))
-
-    def restore_outputs(self) -> None:
-        """Return copies in the old order where the caller was promised it."""
-        output = self._joint.graph.output_node()
-        for value in dict.fromkeys(self._joint.forward_outputs):
-            if value in self._before and not self._keeps_order(value):
-                results = self._joint.outputs
-                copy = self._copy(value)
-                count = self._joint.num_forward_outputs
-                output.args = ([copy if item is value else item for item in results[:count]] + results[count:],)
 
     def _is_simple(self, node: fx.Node) -> bool:
         """Whether results of contiguous operands are contiguous too, in storages of their own size."""

@@ -185,9 +185,9 @@ class References:
         rows, seed = self.batches[place]
         return self.program.inputs(rows, seed)
 
-    def state(self, place: int) -> torch.Tensor | None:
-        """The generator's, after a step."""
-        return self.aot[place].state
+    def states(self, place: int) -> list[torch.Tensor | None]:
+        """The generator's, after a step: draws follow the order of memory, which tracing may take for another."""
+        return [self.aot[place].state, self.eager[place].state]
 
     def wrong(self, left: Left, place: int, rounded: bool = False, dynamic: bool = False) -> dict[str, str]:
         """How a step differs from what it is held against.

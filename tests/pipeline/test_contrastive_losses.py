@@ -1,4 +1,4 @@
-"""An encoder that is called in microbatches, with a loss of all rows outside: gradients are those of the whole batch."""
+"""An encoder in microbatches with a loss of all rows outside has the gradients of the whole batch."""
 
 from __future__ import annotations
 
