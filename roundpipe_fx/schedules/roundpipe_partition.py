@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from roundpipe_fx.schedules.partition import even_runs
 from roundpipe_fx.schedules.round_robin import dispatch
 
-_DISPATCHED = 400
-"""At most this many partitions are simulated."""
+_DISPATCHED, _DISPATCHED_ACTIONS = 400, 400_000
+"""This many partitions are simulated, and further ones until they have so many actions: where one slot is longer than
+all others, the estimates of most are equal."""
 FUSED = 12
 """At most this many segments are fused."""
 _SLOTS_A_DEVICE = 5
@@ -77,9 +78,18 @@ def balance_roundpipe_stages(
     # Estimates leave out that workers wait, so the most promising partitions are dispatched for real.
     best = min(
         (dispatch(devices, slot_seconds(tried, forward, backward, recomputing), microbatches).makespan, place)
-        for place, (*_, tried) in enumerate(hopeful[:_DISPATCHED])
+        for place, tried in enumerate(_promising([tried for *_, tried in hopeful], microbatches))
     )
     return hopeful[best[1]][-1]
+
+
+def _promising(hopeful: Sequence[RoundPipePartition], microbatches: int) -> Iterator[RoundPipePartition]:
+    actions = 0
+    for count, tried in enumerate(hopeful):
+        actions += tried.slots * microbatches
+        if count >= _DISPATCHED and actions > _DISPATCHED_ACTIONS:
+            return
+        yield tried
 
 
 def slot_seconds(
