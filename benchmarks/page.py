@@ -87,6 +87,14 @@ _PARTS = (
         "without `activation_memory_budget`. The number is the budget. Empty cells were not measured.",
     ),
     _Part(
+        "scripts",
+        "The same script three ways",
+        "benchmarks.scripts",
+        "A Llama with 32 K words in a plain loop, in Hugging Face's Trainer, and with LoRA in TRL's SFTTrainer: as the "
+        "script is, with its own checkpointing switched on, and with one line of ours. Peak of the resident set in a "
+        "step, the optimizer's included, above that before the step, and processor seconds.",
+    ),
+    _Part(
         "step_time",
         "Time of a step",
         "benchmarks.step_time",

@@ -43,7 +43,7 @@ from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompi
 from roundpipe_fx.planner.lower import asked_budget, bounded_in_bytes, lower
 from roundpipe_fx.planner.lower_pipeline import lower_pipeline
 from roundpipe_fx.report.make_plan import plan_of, with_dropped_outputs
-from roundpipe_fx.report.out_of_memory import planned_memory
+from roundpipe_fx.report.out_of_memory_text import planned_memory
 from roundpipe_fx.report.pipeline_plan import plan_of_pipeline
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.bridge import observed, pipelined

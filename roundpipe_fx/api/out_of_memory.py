@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_fx.report.out_of_memory import PlannedMemory, is_explained, out_of_memory_text
+from roundpipe_fx.report.out_of_memory_text import PlannedMemory, is_explained, out_of_memory_text
 from roundpipe_fx.runtime.stage_compiler import Boxed
 from roundpipe_fx.runtime.step_memory import allocated_bytes, device_memory
 

@@ -27,7 +27,7 @@ from roundpipe_fx.pipeline.pipelined_graph import with_optimizer
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState, Structure
 from roundpipe_fx.pipeline.step.local import Local
 from roundpipe_fx.pipeline.step.step import Pipeline, Splitting, StepInputs
-from roundpipe_fx.report.out_of_memory import PlannedMemory, planned_memory
+from roundpipe_fx.report.out_of_memory_text import PlannedMemory, planned_memory
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.optimizer_memory import sum_of
 

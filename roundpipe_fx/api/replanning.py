@@ -20,7 +20,7 @@ from roundpipe_fx.budget import InfeasibleBudgetError, plan_or_error
 from roundpipe_fx.distributed.process_pipeline import NewlyShown, ProcessPipeline
 from roundpipe_fx.pipeline.capture.captured_calls import UnlikeStagesError
 from roundpipe_fx.pipeline.step.scheduled import UnequalMicrobatchesError
-from roundpipe_fx.report.out_of_memory import original_text
+from roundpipe_fx.report.out_of_memory_text import original_text
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

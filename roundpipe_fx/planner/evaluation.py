@@ -3,6 +3,13 @@
 The search (:mod:`roundpipe_fx.planner.search`) evaluates candidates of two kinds: for programs on one device
 (:mod:`roundpipe_fx.planner.program_within_budget`), and for schedules on several
 (:mod:`roundpipe_fx.planner.schedule_within_budget`). Both emit what was decided and simulate that.
+
+One engine follows memory, from events that make, read and free storages (:mod:`roundpipe_fx.analysis.liveness`)::
+
+    while a plan is searched for   the operations of a graph, in the order tried   roundpipe_fx.remat.schedule
+    of what is emitted             the operations of its programs                  roundpipe_fx.analysis.program_events
+    of a schedule's devices        the peaks of stage calls, from the same         roundpipe_fx.schedules.memory, which
+                                   events; actions in each device's order          adds what lives between them
 """
 
 from __future__ import annotations

@@ -89,8 +89,9 @@ def _check_ready_to_push(trainer: transformers.Trainer, eager: nn.Module, folder
         {},
         pytest.param({"bf16": True}, marks=pytest.mark.long),
         pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.long),
+        pytest.param({"label_smoothing_factor": 0.1}, marks=pytest.mark.long),
     ],
-    ids=["float32", "bf16", "checkpointing"],
+    ids=["float32", "bf16", "checkpointing", "label smoothing"],
 )
 @pytest.mark.long
 def test_trainer(arguments: dict[str, Any], tmp_path: Path) -> None:

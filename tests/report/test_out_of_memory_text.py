@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from roundpipe_fx.report.out_of_memory import PlannedMemory, is_explained, original_text, out_of_memory_text
+from roundpipe_fx.report.out_of_memory_text import PlannedMemory, is_explained, original_text, out_of_memory_text
 from roundpipe_fx.runtime.step_memory import DeviceMemory
 
 GIB, MIB = 1 << 30, 1 << 20
