@@ -20,6 +20,7 @@ from roundpipe_fx.command_line.adapters import add_lora
 from roundpipe_fx.command_line.largest_batch import largest_batch
 from roundpipe_fx.command_line.model_of import CommandError, Named, named_model
 from roundpipe_fx.command_line.quantized_base import quantize
+from roundpipe_fx.report.issue_report import issue_report, report_text
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.report.plan_page import page_of_plans
 
@@ -200,6 +201,12 @@ def compare(asked: argparse.Namespace) -> tuple[str, Any]:
         texts.append(f"saved by {path} alone: {len(only)} values, {bytes_text(sum(v.bytes for v in only))}")
         data["saved_alone"].append([value.name for value in only])
     return "\n".join(texts), data
+
+
+def report(asked: argparse.Namespace) -> tuple[str, Any]:
+    """What an issue should tell; nothing private."""
+    facts = issue_report(None if asked.plan is None else _read(asked.plan))
+    return report_text(facts), facts
 
 
 def devices(asked: argparse.Namespace) -> tuple[str, Any]:

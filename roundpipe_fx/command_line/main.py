@@ -108,6 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     showing.add_argument("plan", type=Path, help="a plan in JSON")
     showing.add_argument("--details", action="store_true", help="print every stage")
     _add_page(showing, "write a page to explore the plan with")
+    reporting = command("report", commands.report, "versions, devices and a plan's figures, to paste into an issue")
+    reporting.add_argument("plan", type=Path, nargs="?", help="a plan in JSON")
     command("devices", commands.devices, "devices that can be planned for")
     return parser
 

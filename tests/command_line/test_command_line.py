@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import platform
 import re
 import shlex
 import subprocess
@@ -143,6 +144,25 @@ def test_a_plan_for_several_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["pipeline"]["microbatches"], len(found["pipeline"]["peak_bytes"])) == (4, 2)
     found = _json(capsys, "plan", _MLP, "--batch", "3", "--device", "H100", "--devices", "2")
     assert isinstance(found, dict) and found["pipeline"]["microbatches"] == 3  # each has a row at least
+
+
+def test_a_report_has_figures_and_no_names(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan.from_json(stored.read_text())
+    found = _json(capsys, "report", str(stored))
+    assert isinstance(found, dict)
+    assert found["versions"]["torch"] == torch.__version__ and found["machine"]["cores"] == os.cpu_count()
+    assert found["plan"]["peak bytes"] == plan.peak_bytes and found["plan"]["stages"] == len(plan.stages)
+    assert main(["report", str(stored)]) == 0
+    text = capsys.readouterr().out
+    assert f"- fingerprint: {found['plan']['fingerprint']}" in text
+    names = {value.module for stage in plan.stages for value in stage.saved} | {stage.name for stage in plan.stages}
+    private = {name for name in names if len(name) > 1 and not name.startswith("stage_")} | {
+        platform.node(),
+        str(Path.home()),
+        "models.py",
+    }
+    assert not [name for name in private if name in text]
+    assert main(["report"]) == 0 and "**plan**" not in capsys.readouterr().out
 
 
 def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
