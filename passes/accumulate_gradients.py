@@ -143,7 +143,7 @@ _INHERITED = (
 
 
 def _stands_alone(gradient: fx.Node, holders: list[fx.Node]) -> bool:
-    """Whether a gradient uses all of its memory, and nothing outside its module refers to that memory.
+    """Return whether a gradient uses all of its memory, and nothing outside its module refers to that memory.
 
     Args:
         gradient: a result of the backward.

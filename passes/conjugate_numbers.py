@@ -29,7 +29,7 @@ def fold_conjugate_numbers(joint: JointGraph) -> JointGraph:
 
 
 def _has_the_type_of_the_other(user: fx.Node, number: fx.Node) -> bool:
-    """Whether the type of a result does not depend on that of the number."""
+    """Return whether the type of a result does not depend on that of the number."""
     others = [value for operand in user.args[:2] if operand is not number for value in _tensors(operand)]
     (result,) = tensor_values(user)
     return any(value.dim() and value.dtype == result.dtype for value in others)

@@ -59,7 +59,7 @@ def common_subexpressions(joint: JointGraph) -> dict[fx.Node, fx.Node]:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether a node's values depend on nothing but its arguments, and bind no size that is known only from data.
+    """Test for values that depend on nothing but a node's arguments, and bind no size that is known only from data.
 
     This is not known of custom operators.
     """
@@ -72,7 +72,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _computes_same(one: fx.Node, other: fx.Node, like: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether two calls of one operator have equal arguments, where ``like`` says which values are equal."""
+    """Return whether two calls of one operator have equal arguments, where ``like`` says which values are equal."""
     return _is_same(one.args, other.args, like) and _is_same(one.kwargs, other.kwargs, like)
 
 
@@ -89,7 +89,7 @@ def _is_same(one: Any, other: Any, like: Mapping[fx.Node, fx.Node]) -> bool:
 
 
 def _is_plain(shown: fx.Node, node: fx.Node) -> bool:
-    """Whether a view has the dtype of its base, without conjugation or negation."""
+    """Return whether a view has the dtype of its base, without conjugation or negation."""
     if not is_tensor(shown):
         return False
     value, base = shown.meta["val"], node.meta["val"]

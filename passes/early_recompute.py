@@ -61,7 +61,7 @@ def _by_stage(joint: JointGraph, phase: Phase) -> dict[int, list[fx.Node]]:
 
 
 def _cut(candidates: list[fx.Node]) -> set[fx.Node]:
-    """Those of ``candidates`` (nodes of one stage, no views) that should wait: as few as possible.
+    """The fewest of ``candidates`` (nodes of one stage, no views) that should wait.
 
     Each value has two vertices, "computed late" and "passed late". A value that is computed early and read late is
     passed early, which costs its bytes; only the arc between the two can be cut::
@@ -168,7 +168,7 @@ def _place_views(joint: JointGraph) -> None:
 
 
 def _is_beside(node: fx.Node, user: fx.Node) -> bool:
-    """Whether ``user`` runs in the backward of the stage of ``node`` (or is the graph's output)."""
+    """Return whether ``user`` runs in the backward of the stage of ``node`` (or is the graph's output)."""
     if user.op == "output":
         return True
     return user.meta[Mark.PHASE] is Phase.BACKWARD and user.meta[Mark.STAGE] == node.meta[Mark.STAGE]

@@ -1,4 +1,4 @@
-"""What a pass is: its entry in the list, the level that it works at, and what it may know besides the graph."""
+"""Passes as entries of a list, with the level that each works at, and the facts it may know besides the graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 
 
 class PassLevel(enum.StrEnum):
-    """What a pass works on; levels run in this order."""
+    """The form of the graph that a pass works on; levels run in this order."""
 
     JOINT = "joint graph"
     SUMMED = "graph to be tiled"
@@ -34,7 +34,7 @@ class PassLevel(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PassContext:
-    """What a pass may know besides the graph. Decisions between levels are added to it.
+    """Facts that a pass may know besides the graph. Decisions between levels are added to it.
 
     Attributes:
         options: the user's.

@@ -100,7 +100,7 @@ def _in_body(node: fx.Node, registered: Collection[Any], module: nn.Module) -> s
 
 
 def _is_decision(node: fx.Node) -> bool:
-    """Whether integers that ``node`` computes from data select or route in the forward."""
+    """Return whether integers that ``node`` computes from data select or route in the forward."""
     if node.meta.get(Mark.PHASE) is not Phase.FORWARD or not any(map(_is_whole, node_outputs(node))) or is_view(node):
         return False
     if not any(value.is_floating_point() for source in input_nodes(node) for value in tensor_values(source)):
@@ -115,7 +115,7 @@ def _is_whole(node: fx.Node) -> bool:
 
 
 def _routes(picked: fx.Node) -> bool:
-    """Whether integers reach, through integer arithmetic, a forward operation that selects data by them."""
+    """Return whether integers reach, through integer arithmetic, a forward operation that selects data by them."""
     seen = {picked}
     pending = [picked]
     while pending:
@@ -138,7 +138,7 @@ def _forward_users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _mixes(node: fx.Node) -> bool:
-    """Whether ``node`` reads both integers and data: it uses the former to select among the latter."""
+    """Return whether ``node`` reads both integers and data: it uses the former to select among the latter."""
     values = [value for source in input_nodes(node) for value in tensor_values(source)]
     return any(value.dtype in _INTEGERS for value in values) and any(
         value.is_floating_point() or value.is_complex() for value in values

@@ -61,7 +61,7 @@ def draw_in_memory_order(joint: JointGraph) -> JointGraph:
 
 
 def _was_in_place(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a draw overwrote its operand.
+    """Return whether a draw overwrote its operand.
 
     What ATen itself calls, as in a dropout, has no name in Dynamo's graph but the module's; it draws on new memory.
     """

@@ -108,7 +108,7 @@ def _kernels(indices: Any, whole: torch.Tensor, repeated: torch.Tensor) -> tuple
 
 
 def _reads(kernel: Any, place: int, table: Any, whole: torch.Tensor, repeated: torch.Tensor) -> bool:
-    """Whether a kernel reads the neighbours of a table, which varies along one spatial dimension only."""
+    """Return whether a kernel reads the neighbours of a table, which varies along one spatial dimension only."""
     dimensions = whole.dim() - 2
     before, after = int(whole.shape[2 + place]), int(repeated.shape[2 + place])
     line, lines = [1] * dimensions, [1] * dimensions

@@ -103,7 +103,7 @@ class _RecordedValues:
         self._replace(node, tuple(values))
 
     def _is_simple(self, node: fx.Node) -> bool:
-        """Whether results of contiguous operands are contiguous too, in storages of their own size."""
+        """Return whether results of contiguous operands are contiguous too, in storages of their own size."""
         return self._device is None or (is_tensor(node) and has_tag(node.target, torch.Tag.pointwise))
 
     def _is_plain(self, node: fx.Node) -> bool:
@@ -112,7 +112,7 @@ class _RecordedValues:
         return self._plain[node]
 
     def _shares(self, node: fx.Node) -> bool:
-        """Whether a node's value is a view, or shares a storage with an operand otherwise."""
+        """Return whether a node's value is a view, or shares a storage with an operand otherwise."""
         if self._bases is not None:
             return node in self._bases
         return _shares_storage(node)
@@ -160,7 +160,7 @@ class _RecordedValues:
         node.meta["val"] = value
 
     def _keeps_order(self, node: fx.Node) -> bool:
-        """Whether the new value of a node has its dimensions in the old order."""
+        """Return whether the new value of a node has its dimensions in the old order."""
         return same_dimension_order(self._before[node], node.meta["val"])
 
     def _restore(self, node: fx.Node, source: fx.Node) -> None:

@@ -153,7 +153,7 @@ def _coordinates(
 
 
 def _count_of(mask: torch.Tensor, user: fx.Node) -> Any:
-    """How many positions the mask selects: the symbol that the mask operation's own result carries, or a new one."""
+    """Number of positions that the mask selects: the symbol of the mask operation's own result, or a new one."""
     if user.target in (aten.index.Tensor, aten.masked_select.default):
         before = _position_of_selected(user)
         return user.meta["val"].shape[before]

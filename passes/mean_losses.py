@@ -82,7 +82,7 @@ def _reduction(node: fx.Node, place: int) -> Any:
 
 
 def _has_numbers(node: Any) -> bool:
-    """Whether a tensor's size is known."""
+    """Return whether a tensor's size is known."""
     if not isinstance(node, fx.Node) or not is_tensor(node):
         return False
     value = node.meta["val"]

@@ -487,7 +487,7 @@ def _recompute(joint: JointGraph, context: PassContext) -> JointGraph:
 
 
 def body_costs(context: PassContext) -> BodyCosts:
-    """How the bodies of loops are built and costed."""
+    """Builder of the bodies of loops, and their costs."""
     return BodyCosts(
         model=context.costs,
         device=context.device,

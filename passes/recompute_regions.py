@@ -129,7 +129,7 @@ def _policy(node: fx.Node) -> str | None:
 
 
 def _is_read_only_inside(node: fx.Node) -> bool:
-    """Whether all forward readers of a value are in the same outermost checkpoint."""
+    """Return whether all forward readers of a value are in the same outermost checkpoint."""
     outermost = checkpoints_of(node)[:1]
     return all(checkpoints_of(reader)[:1] == outermost for reader in _forward_readers(node))
 

@@ -47,7 +47,7 @@ def reinplace(graph: fx.Graph) -> fx.Graph:
         return storages_now
 
     def dies(operand: fx.Node, node: fx.Node) -> bool:
-        """Whether an operand, with all its aliases, is dead after a node."""
+        """Return whether an operand, with all its aliases, is dead after a node."""
         storages = storages_of(operand)
         return (
             OUTSIDE not in storages

@@ -84,7 +84,7 @@ def _copy_operand(node: fx.Node) -> bool:
 
 
 def _may_lie_in_more(node: fx.Node) -> bool:
-    """Whether a value's storage may hold more than the value: it is a graph input, or a part of another value."""
+    """Test for a value whose storage may hold more: a graph input, or a part of another value."""
     if viewed(node).op == "placeholder":
         return True
     value = node.meta["val"]
@@ -92,7 +92,7 @@ def _may_lie_in_more(node: fx.Node) -> bool:
 
 
 def _reaches_no_further(node: fx.Node, value: torch.Tensor) -> bool:
-    """Whether the written part is within the operand; ``as_strided_scatter`` addresses the whole storage."""
+    """Return whether the written part is within the operand; ``as_strided_scatter`` addresses the whole storage."""
     if node.target is not aten.as_strided_scatter.default:
         return True
     size, stride, offset = (*node.args[2:5], None)[:3]

@@ -86,7 +86,7 @@ def _depends(
     returned: Collection[fx.Node],
     known: dict[Any, bool],
 ) -> bool:
-    """Whether a user of a node, or an operation after it, depends on the strides of the node's value."""
+    """Return whether a user of a node, or an operation after it, depends on the strides of the node's value."""
     if user.op == "output":
         return False
     target = user.target
@@ -123,7 +123,7 @@ def _result(node: fx.Node, source: fx.Node, value: torch.Tensor) -> torch.Tensor
 
 
 def _has_recorded_result(node: fx.Node, source: fx.Node, value: torch.Tensor) -> bool:
-    """Whether a node's results have the recorded order of dimensions if an operand has another value."""
+    """Return whether a node's results have the recorded order of dimensions if an operand has another value."""
     result = _small_result(node, source, value)
     if result is not None:
         return same_dimension_order(node.meta["val"], result)
@@ -140,7 +140,7 @@ def _small_result(node: fx.Node, source: fx.Node, value: torch.Tensor) -> torch.
 
 
 def _can_run_small(node: fx.Node) -> bool:
-    """Whether an operator can run on small made-up tensors: PyTorch's own that computes, without random numbers."""
+    """Test for an operator that can run on small made-up tensors: PyTorch's own, without random numbers."""
     return (
         isinstance(node.target, torch._ops.OpOverload)
         and node.target.namespace == "aten"

@@ -51,7 +51,7 @@ def _addends(value: fx.Node) -> list[fx.Node]:
 
 
 def _like(operand: fx.Node, result: fx.Node) -> bool:
-    """Whether an operand is a tensor of the result's shape and type that was computed."""
+    """Return whether an operand is a tensor of the result's shape and type that was computed."""
     if operand.op != "call_function" or not (is_tensor(operand) and is_tensor(result)):
         return False
     one, other = operand.meta["val"], result.meta["val"]

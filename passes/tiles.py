@@ -74,7 +74,7 @@ def _tile_apart(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops)
     returned = {output for output in joint.outputs if isinstance(output, fx.Node)}
 
     def is_available(node: fx.Node) -> bool:
-        """Whether the backward is given a forward value rather than recomputing it."""
+        """Return whether the backward is given a forward value rather than recomputing it."""
         return node in returned or (node not in region.where and node not in region.whole and is_tensor(node))
 
     recomputed = _makers(

@@ -220,7 +220,7 @@ def limit_of(budget: int | float, lowest: int, highest: int) -> int:
 
 
 def share_hint(budget: int | float) -> str:
-    """What to say of a budget that is refused and may have been meant as a share; a sentence with a space before it."""
+    """A hint on a refused budget that may have been meant as a share; a sentence with a space before it."""
     meant = isinstance(budget, int) and budget == 1
     return " An int is a number of bytes: the share that recomputes nothing is written 1.0." if meant else ""
 

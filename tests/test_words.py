@@ -64,3 +64,24 @@ def test_variables_are_named_for_what_they_are() -> None:
         if not NO_NAMES.isdisjoint(_names(path.read_text(encoding="utf-8")))
     ]
     assert not files
+
+
+_OPENINGS = {"What", "Whether", "How", "Those"}
+"""First words of sentences that say neither what a function does nor what a thing is."""
+
+
+def _first_words(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            words = (ast.get_docstring(node) or "").split()
+            yield words[0] if words else ""
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    assert set(_first_words('"""What is."""\nclass Name:\n    """Whether."""')) == {"What", "Whether."}
+    files = [
+        path.relative_to(ROOT).as_posix()
+        for path in [*ROOT.glob("roundpipe_fx/**/*.py"), *ROOT.glob("passes/*.py")]
+        if not _OPENINGS.isdisjoint(_first_words(path.read_text(encoding="utf-8")))
+    ]
+    assert not files

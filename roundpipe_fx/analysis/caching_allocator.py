@@ -41,7 +41,7 @@ class MemorySegment(NamedTuple):
 
 
 class History(NamedTuple):
-    """What earlier work has left when a step begins.
+    """Free segments that earlier work has left when a step begins.
 
     Attributes:
         segments: segments of the step's own stream.
@@ -83,7 +83,7 @@ class _Pool:
         return at < len(self.free) and self.free[at] == (size, place)
 
     def is_left(self, left: int) -> bool:
-        """Whether a remainder of ``left`` bytes is split off."""
+        """Return whether a remainder of ``left`` bytes is split off."""
         return left >= ROUNDED_TO if self.is_small else left > _SMALL
 
 

@@ -29,13 +29,13 @@ def cache_folder() -> Path:
 
 
 def is_on() -> bool:
-    """Whether plans and trials are kept on disk: unless ``ROUNDPIPE_FX_PLAN_CACHE`` is ``0``."""
+    """Return whether plans and trials are kept on disk: unless ``ROUNDPIPE_FX_PLAN_CACHE`` is ``0``."""
     return os.environ.get("ROUNDPIPE_FX_PLAN_CACHE", "1") != "0"
 
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """What a file must have been written by to be read: versions of PyTorch and of this package's sources."""
+    """Versions of PyTorch and of this package's sources; a file that others wrote is not read."""
     sources = hashlib.sha256()
     for package in ("roundpipe_fx", "roundpipe_fx.passes"):
         folder = Path(str(importlib.import_module(package).__file__)).parent

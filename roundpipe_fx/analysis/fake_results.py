@@ -49,7 +49,7 @@ def result_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def same_dimension_order(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two fake tensors of one shape have their dimensions in the same order in memory."""
+    """Return whether two fake tensors of one shape have their dimensions in the same order in memory."""
     (sizes, strides), (_, others) = layout_of(left), layout_of(right)
     dims = [dim for dim, size in enumerate(sizes) if size > 1]
     return sorted(dims, key=lambda dim: -strides[dim]) == sorted(dims, key=lambda dim: -others[dim])

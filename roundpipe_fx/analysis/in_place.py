@@ -162,7 +162,7 @@ def _kernel_with_output(target: torch._ops.OpOverload, device: str) -> tuple[tor
 
 
 def _lies_uncertainly(result: fx.Node) -> bool:
-    """Whether strides of dimensions of size 1 may differ from the recorded ones.
+    """Return whether strides of dimensions of size 1 may differ from the recorded ones.
 
     They do not change addresses, but some kernels (batch norm) choose the order of their loops by them, and thereby the
     rounding. Where operands disagree about them, fake kernels do not always compute the real ones.

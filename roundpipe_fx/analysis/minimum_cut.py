@@ -34,7 +34,7 @@ UNCUTTABLE = 2_000_000_000
 
 
 def unit_of(sizes: Iterable[int]) -> int:
-    """What to divide sizes by, so that they can be capacities.
+    """The unit by which sizes are divided, so that they can be capacities.
 
     Their greatest common divisor, or a multiple of it if their total would otherwise exceed :data:`CAPACITY`.
     """

@@ -48,7 +48,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeRecipe:
-    """How a forward storage is recomputed.
+    """The operation that recomputes a forward storage, and its inputs.
 
     Attributes:
         operation: the forward operation that is recomputed.
@@ -196,5 +196,5 @@ class OperationGraph:
         return frozenset(storage for storages in self.live_across_from.values() for storage, _ in storages)
 
     def is_forward(self, storage: int) -> bool:
-        """Whether a storage is made by the forward."""
+        """Return whether a storage is made by the forward."""
         return storage in self.makers

@@ -1,4 +1,4 @@
-"""What emitted programs do to memory: a step's operations as events, in the order of the generated code.
+"""Memory events of emitted programs: a step's operations in the order of the generated code.
 
 A course is followed once, and everything about memory is read off it: the peak of a step
 (:mod:`roundpipe_fx.analysis.simulator`), its footprint among other calls, and the memory of each of its stage calls

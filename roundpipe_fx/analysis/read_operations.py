@@ -156,7 +156,7 @@ def _gradients(joint: JointGraph, reader: _OperationReader, added: Collection[fx
 
 @dataclass(frozen=True)
 class _Recipes:
-    """How forward storages are recomputed.
+    """Finds the operations that recompute forward storages.
 
     Attributes:
         whole: by storage; absent where it must be saved.

@@ -1,4 +1,4 @@
-"""How a forward value is recomputed: by the same operation, or in a form that needs fewer inputs.
+"""Forms in which a forward value is recomputed: by the same operation, or with fewer inputs.
 
 - Of a hoisted ``sort`` or ``topk`` only the indices are saved; the values are gathered by them.
 - The mask of a dropout depends on the generator's state and on the shape of the dropout's input, not on its values.
@@ -64,7 +64,7 @@ def selection(values: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
 
 
 def is_mask_only(mask: fx.Node) -> bool:
-    """Whether ``mask`` is a dropout's, and all its readers in the backward have a gradient of the input's shape."""
+    """Test for the mask of a dropout all of whose readers in the backward have a gradient of the input's shape."""
     if mask.target is not operator.getitem or mask.args[1] != 1:
         return False
     (maker,) = input_nodes(mask)
@@ -131,7 +131,7 @@ def _gathering(graph: fx.Graph, picked: tuple[fx.Node, int, fx.Node], values: fx
 
 
 def updates_statistics_alone(node: fx.Node) -> bool:
-    """Whether a batch norm uses running statistics only to compute their new values, which only the output reads."""
+    """Test for a batch norm that only updates its running statistics, which only the output reads."""
     if node.target is not aten._native_batch_norm_legit_functional.default or node.args[5] is not True:
         return False
     source, weight, running = (node.args[place] for place in (0, 1, 3))

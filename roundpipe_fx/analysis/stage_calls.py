@@ -189,7 +189,7 @@ class _Calls:
         return {s for s in incoming if self._readers[s][-1] == index and not self._is_contested(self._readers[s])}
 
     def _is_contested(self, readers: list[int]) -> bool:
-        """Whether the last reader depends on the schedule, which may delay gradients of parameters."""
+        """Return whether the last reader depends on the schedule, which may delay gradients of parameters."""
         return len(readers) > 1 and any(self.calls[reader].name.endswith(Phase.WEIGHT) for reader in readers)
 
     def _bytes(self, storages: Iterable[int]) -> int:

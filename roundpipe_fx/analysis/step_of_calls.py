@@ -102,7 +102,7 @@ def footprint_of(
 
 
 class NotedEvent(enum.Enum):
-    """What happens to a call: its forward runs, its backward runs, its saved values are freed.
+    """An event of a call: its forward runs, its backward runs, or its saved values are freed.
 
     A retained backward keeps the saved values, so that another one may follow (``retain_graph=True``).
     """
@@ -162,7 +162,7 @@ class NotedStep:
 
     @property
     def retains(self) -> bool:
-        """Whether a backward of it kept the saved values for another one."""
+        """Return whether a backward of it kept the saved values for another one."""
         return any(event is NotedEvent.RETAINED for event, _ in self.events)
 
     @property
@@ -176,7 +176,7 @@ _BACKWARDS = (NotedEvent.BACKWARD, NotedEvent.RETAINED)
 
 
 def is_usual(calls: int, events: Sequence[tuple[NotedEvent, int]]) -> bool:
-    """Whether a step is one call that goes backward at most once, during which its saved values die.
+    """Return whether a step is one call that goes backward at most once, during which its saved values die.
 
     Args:
         calls: number of its calls.

@@ -1,1 +1,1 @@
-"""What a user calls: ``compile``, the compiled module, the ``torch.compile`` backend, ``plan``."""
+"""The interface: ``compile``, the compiled module, the ``torch.compile`` backend, ``plan``."""

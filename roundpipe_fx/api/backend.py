@@ -76,7 +76,7 @@ def make_backend(
 
 @contextlib.contextmanager
 def _around(*how: Any) -> Iterator[None]:
-    """What Dynamo compiles a frame in; arguments of :func:`around_compilations`."""
+    """Context in which Dynamo compiles a frame; arguments of :func:`around_compilations`."""
     with around_compilations(*how):
         yield
 

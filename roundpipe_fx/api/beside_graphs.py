@@ -1,4 +1,4 @@
-"""What FSDP2 and DistributedDataParallel allocate beside the compiled graphs of a model.
+"""Memory that FSDP2 and DistributedDataParallel allocate beside the compiled graphs of a model.
 
 FSDP2 gathers parameters in hooks around the forward and backward of a module: this is set aside, and the plan gets what
 it leaves of a budget in bytes. DDP allocates its buckets when it is made, and replaces them by others of the same size
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BesideGraphs:
-    """What FSDP2 and DDP do beside the graphs of a model.
+    """Allocations of FSDP2 and DDP beside the graphs of a model.
 
     Attributes:
         gathered: bytes that FSDP2 allocates at one time to gather parameters and to reduce gradients.
@@ -40,7 +40,7 @@ class BesideGraphs:
 
 
 def beside_graphs_of(models: Iterable[nn.Module]) -> BesideGraphs:
-    """What FSDP2 and DDP do beside the graphs of models, and the DDP whose forward is running."""
+    """Find the allocations of FSDP2 and DDP beside the graphs of models, and the DDP whose forward is running."""
     gathered = parts = buckets = 0
     for model in models:
         gathered += torch_private.gathered_bytes(model)

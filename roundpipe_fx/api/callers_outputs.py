@@ -43,14 +43,14 @@ class CallersOutputs:
 
     @property
     def assumed_dropped(self) -> frozenset[int]:
-        """Those that the next plan assumes dropped."""
+        """Outputs that the next plan assumes dropped."""
         return self._droppable & (
             self._droppable if self._options.outputs == "dropped" else self._learned.dropped(self._graph)
         )
 
     @property
     def assumed_if_needed(self) -> frozenset[int]:
-        """Those that the next plan assumes dropped where the budget cannot be met otherwise."""
+        """Outputs that the next plan assumes dropped where the budget cannot be met otherwise."""
         return self._droppable if self._options.outputs == "auto" else frozenset()
 
     def explain(self, refusal: Infeasible[str], joint: JointGraph) -> Infeasible[str]:

@@ -179,7 +179,7 @@ class CompiledModule(nn.Module):
         return [name for name in super().__dir__() if name != "plan" or hasattr(self, "plan")]
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What ``torch.jit.script`` compiles."""
+        """The module that ``torch.jit.script`` compiles."""
         return self._state_of_roundpipe_fx.original
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:

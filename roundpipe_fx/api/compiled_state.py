@@ -284,7 +284,7 @@ _OPTIMIZER = "roundpipe_fx.optim_parameters"
 
 
 def _beside_graphs(compiled: Sequence[weakref.ref[nn.Module]]) -> BesideGraphs:
-    """What FSDP2 and DDP do; not a method, since what Dynamo keeps must not keep the state."""
+    """Allocations of FSDP2 and DDP; not a method, since what Dynamo keeps must not keep the state."""
     models = [reference() for reference in compiled]
     return beside_graphs_of(model for model in models if model is not None)
 

@@ -37,13 +37,13 @@ class _Run:
     plans: Sequence[Plan]
 
     def equals(self, other: _Run) -> bool:
-        """Whether another one is of the same graph with the same parameters."""
+        """Return whether another one is of the same graph with the same parameters."""
         pairs = zip(self.parameters, other.parameters, strict=False)
         same = self.plans is other.plans and self.cls is other.cls and self.names == other.names
         return same and all(mine() is others() for mine, others in pairs)
 
     def is_of(self, module: nn.Module, parameters: dict[str, nn.Parameter]) -> bool:
-        """Whether a module with these parameters is the one that the graph has run for."""
+        """Return whether a module with these parameters is the one that the graph has run for."""
         return type(module) is self.cls and all(
             name in parameters and parameters[name] is parameter()
             for name, parameter in zip(self.names, self.parameters, strict=True)

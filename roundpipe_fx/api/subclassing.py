@@ -33,7 +33,7 @@ _GENERATE = "generate"
 
 
 class State(Protocol):
-    """What an object of a generated class has besides the model's attributes.
+    """Attributes of an object of a generated class besides the model's.
 
     Attributes:
         original: the model.
@@ -113,7 +113,7 @@ def _subclass(base: type, mixin: type[T], of_model: frozenset[str]) -> type[T]:
 
 
 def _has(model: nn.Module, name: str) -> bool:
-    """Whether it is an attribute of the model's own, not one that its ``__getattr__`` takes from elsewhere."""
+    """Return whether it is an attribute of the model's own, not one that its ``__getattr__`` takes from elsewhere."""
     registered = (model._parameters, model._buffers, model._modules)
     return hasattr(type(model), name) or name in vars(model) or any(name in names_of for names_of in registered)
 
@@ -261,7 +261,7 @@ def _warn_of_step(model: nn.Module, step: Callable[..., Any]) -> None:
 
 
 def _stays_apart(state: State) -> bool:
-    """Whether a compilation around it breaks its graph, so that the model is compiled with its own options."""
+    """Return whether a compilation around it breaks its graph, so that the model is compiled with its own options."""
     return state.own_options and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
 
 

@@ -142,7 +142,7 @@ def _of_batch(joint: JointGraph, needed: Iterable[fx.Node], updated: Iterable[fx
 
 
 def _is_trained(joint: JointGraph, node: fx.Node) -> bool:
-    """Whether a gradient is computed for a graph input."""
+    """Return whether a gradient is computed for a graph input."""
     if not joint.gradients:
         return False
     return joint.gradients[joint.primals.index(node)] is not None

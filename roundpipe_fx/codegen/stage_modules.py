@@ -123,7 +123,7 @@ def emit_stage_modules(
 
 
 def own_nodes(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule]) -> dict[str, dict[str, fx.Node]]:
-    """What the nodes of each stage module stand for, which may share its graph with others.
+    """Nodes of the program that those of each stage module stand for; stages that are alike share a graph.
 
     Args:
         joint: the graph that was split.

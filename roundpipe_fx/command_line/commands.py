@@ -114,7 +114,7 @@ def _told(asked: argparse.Namespace, plan: Plan) -> tuple[str, Any]:
 
 
 def explain(asked: argparse.Namespace) -> tuple[str, Any]:
-    """What happens to a value, or to all values of a module."""
+    """Explain what happens to a value, or to all values of a module."""
     text = _plan_asked(asked).explain(asked.name)
     return text, text.splitlines()
 
@@ -204,7 +204,7 @@ def compare(asked: argparse.Namespace) -> tuple[str, Any]:
 
 
 def report(asked: argparse.Namespace) -> tuple[str, Any]:
-    """What an issue should tell; nothing private."""
+    """Report what an issue should tell; nothing private."""
     facts = issue_report(None if asked.plan is None else _read(asked.plan))
     return report_text(facts), facts
 

@@ -63,7 +63,7 @@ def largest_batch(
 
 @dataclass(kw_only=True)
 class _BatchSearch:
-    """What is known after some probes.
+    """Results of the probes so far.
 
     Attributes:
         best: the most rows that have a plan, and it.
@@ -101,9 +101,9 @@ class _BatchSearch:
         return min(fit if fit > rows else further, self.over - 1)
 
     def fits(self, rows: int, plan: Plan) -> None:
-        """So many rows have a plan."""
+        """Record that a number of rows has a plan."""
         self.best = rows, plan
 
     def refused(self, rows: int, needed: int) -> None:
-        """So many rows have none, and need so many bytes at the least."""
+        """Record that a number of rows has none, and the bytes that it needs at the least."""
         self.over, self.needs = rows, [self.needs[-1], (rows, needed)]

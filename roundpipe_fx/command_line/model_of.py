@@ -20,7 +20,7 @@ from torch import nn
 
 
 class CommandError(Exception):
-    """What a command was given cannot be used; the text is for the user, on one line."""
+    """A command's argument cannot be used; the text is for the user, on one line."""
 
 
 @dataclass(frozen=True, kw_only=True)

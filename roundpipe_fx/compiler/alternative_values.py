@@ -1,4 +1,4 @@
-"""What a graph that was emitted saves and recomputes, as the page of a plan compares it with other plans' graphs."""
+"""Values that an emitted graph saves and recomputes, as the page of a plan compares them with other plans'."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def recomputed_nodes(joint: JointGraph) -> dict[str, fx.Node]:
 
 
 def alternative_value(node: fx.Node) -> AlternativeValue:
-    """What the page tells of a value.
+    """Describe a value for the page.
 
     Args:
         node: one that computes it.

@@ -62,7 +62,7 @@ class Lowered:
 
     @property
     def stage_compiler(self) -> StageCompiler:
-        """What runs the stage modules."""
+        """The compiler that runs the stage modules."""
         return self.setting.compiler
 
     @property
@@ -88,13 +88,13 @@ class Lowered:
 
     @functools.cached_property
     def static(self) -> bool:
-        """Whether no size of an incoming gradient is symbolic."""
+        """Return whether no size of an incoming gradient is symbolic."""
         values = [value for node in self.joint.tangents for value in tensor_values(node)]
         return all(isinstance(size, int) for value in values for size in value.shape)
 
     @property
     def is_tiled(self) -> bool:
-        """Whether some operations run in tiles."""
+        """Return whether some operations run in tiles."""
         return any(isinstance(node.target, TileLoop) for node in self.joint.computed())
 
     @property

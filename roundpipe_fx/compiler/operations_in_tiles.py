@@ -81,7 +81,7 @@ def least_bytes_of(joint: JointGraph, setting: Setting) -> LeastBytes:
 
 
 def with_gradients(step: StepNeeds | None, joint: JointGraph) -> StepNeeds | None:
-    """What a step needs, with the gradients of the graph that is planned: no plan changes them."""
+    """Needs of a step, with the gradients of the graph that is planned: no plan changes them."""
     if step is None:
         return None
     gradients: Counter[int] = Counter()

@@ -32,7 +32,7 @@ class Unfilled:
             self._small[part] += seconds
 
     def overlap_pays(self, *parts: tuple[int, Phase]) -> bool:
-        """Whether one of these parts leaves the device so idle that another can run beside it."""
+        """Return whether one of these parts leaves the device so idle that another can run beside it."""
         return any(self._small[part] >= self._seconds[part] / 2 for part in parts)
 
 

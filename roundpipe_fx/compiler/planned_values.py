@@ -27,7 +27,7 @@ from roundpipe_fx.torch_private import module_path_text, size_hint
 
 
 def planned_values(costs: ValueCosts, nodes: Iterable[fx.Node]) -> tuple[PlannedValue, ...]:
-    """What the plan says of some values, each once however often it is recomputed.
+    """Describe some values for the plan, each once however often it is recomputed.
 
     Args:
         costs: of the values of this graph.
@@ -109,7 +109,7 @@ class ValueCosts:
         """How often each value is recomputed, by name."""
 
     def is_passing(self, node: fx.Node) -> bool:
-        """Whether only the forward needs a value."""
+        """Return whether only the forward needs a value."""
         forward = node.meta[Mark.PHASE] is Phase.FORWARD and is_tensor(node) and not is_view(node)
         return forward and node.name not in self._saved and not self.times[node.name]
 

@@ -1,4 +1,4 @@
-"""What lowering knows besides the graph."""
+"""Facts that lowering knows besides the graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What lowering knows besides the graph.
+    """Facts that lowering knows besides the graph.
 
     Attributes:
         passes: the whole list.
@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def compiler(self) -> StageCompiler:
-        """What runs the stage modules."""
+        """The compiler that runs the stage modules."""
         return self.context.compiler
 
     @property

@@ -148,7 +148,7 @@ def _first_of_stage(calls: Sequence[StageModule], place: int) -> int:
 
 
 def wants_host(joint: JointGraph, device: str) -> bool:
-    """Whether the user wants some value on the host, and the device is not the host.
+    """Return whether the user wants some value on the host, and the device is not the host.
 
     Args:
         joint: the graph.
@@ -158,7 +158,7 @@ def wants_host(joint: JointGraph, device: str) -> bool:
 
 
 def _comes_back_alike(value: torch.Tensor) -> bool:
-    """Whether a copy by PyTorch's operators has the strides of a value: those of a symbolic size are not given to them.
+    """Test for a value whose strides a copy by PyTorch's operators has: those of a symbolic size are not given to them.
 
     Nor may it be empty: the operators know a copy by its address.
     """
@@ -171,7 +171,7 @@ def _comes_back_alike(value: torch.Tensor) -> bool:
 
 
 def may_be_on_host(node: fx.Node, device: str) -> bool:
-    """Whether a value that alone refers to its memory may be copied to the host and back.
+    """Return whether a value that alone refers to its memory may be copied to the host and back.
 
     Values of host synchronizations and discrete decisions stay unless the user wants them there; sizes that depend on
     data stay. So do single numbers, with which nothing is gained: the seed and the offset of memory-efficient attention
@@ -194,7 +194,7 @@ def may_be_on_host(node: fx.Node, device: str) -> bool:
 
 
 def is_wanted_on_host(node: fx.Node) -> bool:
-    """Whether the user wants a value on the host, what it is a view of, or the operation that computes it."""
+    """Return whether the user wants a value on the host, what it is a view of, or the operation that computes it."""
     base = viewed(node)
     return Mark.ON_HOST in base.meta or Mark.ON_HOST in _computed(base).meta
 

@@ -1,1 +1,1 @@
-"""What the user sees while the program runs: progress, on a terminal or in a notebook."""
+"""Progress that the user sees while the program runs, on a terminal or in a notebook."""

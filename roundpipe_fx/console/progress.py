@@ -109,7 +109,7 @@ def _tell(line: Any, over: threading.Event) -> None:
 
 
 def is_notebook() -> bool:
-    """Whether this is a kernel, whose results a notebook displays; IPython in a terminal is none."""
+    """Return whether this is a kernel, whose results a notebook displays; IPython in a terminal is none."""
     return hasattr(_shell(), "kernel")
 
 

@@ -33,7 +33,7 @@ GATHERS = "the parameters that they gather"
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """What a rank is about to do.
+    """A rank's statement of the step that it is about to run.
 
     Attributes:
         texts: by name (options), what is to be the same on all ranks of all pipelines; empty after a failure.
@@ -73,7 +73,7 @@ class KnownStep:
 
 @dataclass(frozen=True)
 class KnownByAll:
-    """What the ranks know of a step before it.
+    """Facts of a step that all ranks know before it.
 
     Attributes:
         shown: whether all have the same digest of what steps have shown, and their plans take it into account.

@@ -120,7 +120,7 @@ def buckets_of(
 def reductions_of(
     buckets: Sequence[GradientBucket], parameters: Mapping[int, torch.Tensor], sharded: Collection[int]
 ) -> list[GradientReduction]:
-    """What is reduced as one tensor, in the order in which reductions are started: the same for all replicas.
+    """Groups of gradients that are reduced as one tensor, in the order of starting: the same for all replicas.
 
     Args:
         buckets: of the rank, in order.
@@ -225,7 +225,7 @@ class Averaging:
         return torch.empty_like(self.parameters[key].detach())
 
     def _unsynchronized_sum(self, key: int) -> torch.Tensor | None:
-        """What steps without averaging have left of a gradient."""
+        """The sum of a gradient that steps without averaging have left."""
         gradient = self.receivers.get(key, self.parameters[key]).grad if key in self.unsynchronized else None
         return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 

@@ -109,7 +109,7 @@ def initialize(ownership: Ownership, fill: Fill, seed: int, names: set[str] | No
 
 
 def aliases(ownership: Ownership) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """What a rank owns, each tensor once, with all its names.
+    """Tensors that a rank owns, each once, with all its names.
 
     Args:
         ownership: of a planned model.
@@ -210,7 +210,7 @@ def save_files(ownership: Ownership, group: PipelineGroup, path: str | Path) -> 
 
 
 def _tensors_to_write(ownership: Ownership, group: PipelineGroup) -> dict[str, torch.Tensor]:
-    """What this rank writes, by name: of tensors that several ranks own, those of which it is the first owner."""
+    """Tensors that this rank writes, by name: of those that several ranks own, the ones that it owns first."""
     saved = ownership.model.state_dict(keep_vars=True).keys()
     assert ownership.owners is not None
     tensors = {}

@@ -36,7 +36,7 @@ def steps_of(
     sharded: Collection[int],
     kept: Sequence[KeptGathered] = (),
 ) -> Mapping[int, PrefetchStep]:
-    """What a rank gathers and drops, by position of the instruction before which it does.
+    """Tensors that a rank gathers and drops, by position of the instruction before which it does.
 
     Args:
         instructions: of the rank.

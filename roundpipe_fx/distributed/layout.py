@@ -63,7 +63,7 @@ class ValueLayout:
 
     @property
     def numbers(self) -> int:
-        """How many integers travel first."""
+        """Number of integers that travel first."""
         return 1 if self.kind != "tensor" else 0 if self.shape is not None else 2 * self.dims
 
 
@@ -123,7 +123,7 @@ def strided(flat: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> 
 
 
 def count(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements :func:`dense` returns."""
+    """Number of elements that :func:`dense` returns."""
     return _count(_narrow(shape, stride))
 
 
@@ -140,7 +140,7 @@ def _count(shape: Sequence[int]) -> int:
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements lie in memory without gaps, each once."""
+    """Return whether elements lie in memory without gaps, each once."""
     expected = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size == 0:

@@ -130,7 +130,7 @@ def _check_parallel_layers(mesh: DeviceMesh, model: nn.Module, sharded: bool) ->
 
 
 def on_mesh(pipelining: Pipelining, mesh: DeviceMesh, model: nn.Module, shard: str | None) -> Pipelining:
-    """How a step is pipelined over the processes of a mesh.
+    """Make the setting of a step that is pipelined over the processes of a mesh.
 
     Args:
         pipelining: the user's, with a device for each rank of a pipeline.

@@ -1,4 +1,4 @@
-"""What a compiled module has if its stages run in several processes: parameters and state of its own rank only."""
+"""Parameters and state of a compiled module whose stages run in several processes: its own rank's only."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def process_pipeline(
 
 
 def of_this_rank(processes: ProcessPipeline, named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    """Those that this rank owns.
+    """Tensors that this rank owns.
 
     Raises:
         RuntimeError: nothing is planned yet.
@@ -173,7 +173,7 @@ def clip_gradients(processes: ProcessPipeline, max_norm: float, norm_type: float
 
 
 def _counts(processes: ProcessPipeline, value: torch.Tensor) -> bool:
-    """Whether this rank's part of a parameter that it owns is one that no other rank counts."""
+    """Return whether this rank's part of a parameter that it owns is one that no other rank counts."""
     owners, shards, group = processes.ownership.owners or {}, processes.ownership.shards, processes.group
     in_parts = shards.mesh is None or id(value) in shards.by_traced
     in_layer = any(local_part(of) is value and of.placements[0].is_shard() for of in processes.ownership.parallel)
@@ -182,6 +182,6 @@ def _counts(processes: ProcessPipeline, value: torch.Tensor) -> bool:
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
+    """This rank's part of a tensor."""
     rows: torch.Tensor = value.to_local() if isinstance(value, DTensor) else value
     return rows

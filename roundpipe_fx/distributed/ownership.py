@@ -101,8 +101,8 @@ class Ownership:
             yield name, self.traced(value)
 
     def traced(self, value: torch.Tensor) -> torch.Tensor:
-        """What stages read of a tensor: of a DTensor that is sharded over replicas the whole parameter, of one of the
-        model's own what this rank has of it; other tensors themselves."""
+        """The part of a tensor that stages read: of a DTensor that is sharded over replicas the whole parameter, of one
+        of the model's own this rank's part; other tensors themselves."""
         traced = self.shards.traced_of(value)
         return local_part(traced) if isinstance(traced, DTensor) else traced
 
@@ -219,7 +219,7 @@ class Ownership:
                 self._free(value)
 
     def owns(self, value: torch.Tensor) -> bool:
-        """Whether a tensor of the model is owned by this rank."""
+        """Return whether a tensor of the model is owned by this rank."""
         assert self.owners is not None
         return self.rank in self.owners.get(id(self.traced(value)), ())
 

@@ -218,7 +218,7 @@ class ProcessPipeline(Local):
     def _known(
         self, batch: str, prepare: Callable[[], tuple[CapturedCalls, Scheduled]], runs: bool
     ) -> _Prepared | None:
-        """What is to run for a batch like one that was agreed on; ``None``: this rank would have to trace for it.
+        """The run for a batch like one that was agreed on; ``None``: this rank would have to trace for it.
 
         A rank must not trace what others do not: from then on its graphs would differ.
         """

@@ -193,7 +193,7 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
 
 
 def _given(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """What the first stage is given by position."""
+    """Positional arguments of the first stage."""
     if not all(isinstance(value, torch.Tensor) for value in args):
         raise ValueError("PyTorch's pipeline takes tensors by position: give other arguments by keyword.")
     return tuple(_meta(value.shape, value.dtype, value.requires_grad) for value in args)
@@ -262,7 +262,7 @@ def _read_elsewhere(
 
 
 def _metas(stages: Sequence[ForwardStage], primals: Sequence[Sequence[torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
-    """What each stage returns, without memory: found by running its graph on fake tensors."""
+    """Results of each stage on the meta device, found by running its graph on fake tensors."""
     received: list[torch.Tensor] = []
     metas = []
     for stage, of_stage in zip(stages, primals, strict=True):

@@ -138,7 +138,7 @@ def _origin(source: Source | None, makers: Mapping[int, str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """What is worked out once for a schedule. Texts are compared by the ranks.
+    """Facts that are worked out once for a schedule. Texts are compared by the ranks.
 
     Attributes:
         transfers: of this rank.
@@ -202,7 +202,7 @@ class RankPlans:
         return self._plans[key]
 
     def gathers(self, captured: CapturedCalls, scheduled: Scheduled, rank: int) -> Mapping[int, PrefetchStep]:
-        """What a rank gathers and drops, by position of the instruction."""
+        """Tensors that a rank gathers and drops, by position of the instruction."""
         sharded = {id(v) for _, v in self._ownership.named() if isinstance(v, nn.Parameter) and v.dim()}
         return steps_of(scheduled.instructions[rank], captured.primals, sharded, scheduled.kept[rank])
 

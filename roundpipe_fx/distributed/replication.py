@@ -26,7 +26,7 @@ from roundpipe_fx.schedules.data_parallel import SMALL_BYTES
 
 
 class Replication:
-    """What a rank has in common with those of other replicas. With one replica nothing is done.
+    """Tensors that a rank has in common with those of other replicas. With one replica nothing is done.
 
     Args:
         ownership: the model's tensors on this rank.

@@ -194,7 +194,7 @@ def run_end_of(
     alike: Sequence[int],
     stream: RandomStream,
 ) -> RunEnd:
-    """What ranks tell each other when a run ends.
+    """Make the record that ranks exchange when a run ends.
 
     Args:
         captured: the microbatches.

@@ -54,7 +54,7 @@ class SharedOutput:
 
 
 def is_small(output: SharedOutput) -> bool:
-    """Whether an output is part of the record."""
+    """Return whether an output is part of the record."""
     return output.computed and _small_bytes(output.layout) is not None
 
 
@@ -72,13 +72,13 @@ class EndBytes:
 
     @classmethod
     def of(cls, layouts: Iterable[ValueLayout], state: int) -> EndBytes:
-        """Those of some outputs and a state."""
+        """Make the entries of some outputs and a state."""
         return cls(state, sum(_small_bytes(layout) or 0 for layout in layouts))
 
 
 @dataclass(kw_only=True)
 class RunEnd:
-    """What this rank writes into the record, and takes from it.
+    """This rank's entries of the record, and those that it takes from it.
 
     Attributes:
         ranks: that run together.

@@ -51,7 +51,7 @@ def check_shardable(name: str, value: nn.Parameter) -> None:
 
 
 def is_to_average(gradient: torch.Tensor) -> bool:
-    """Whether a gradient is of steps that were not averaged."""
+    """Return whether a gradient is of steps that were not averaged."""
     return isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements)
 
 
@@ -139,7 +139,7 @@ class ShardedParameter:
         return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
 
     def holds_rows_of(self, other: DTensor) -> bool:
-        """Whether a DTensor has on each rank the rows that this parameter has there."""
+        """Return whether a DTensor has on each rank the rows that this parameter has there."""
         parameter: DTensor = self.dtensor  # type: ignore[assignment]
         return other.device_mesh == parameter.device_mesh and other.placements == parameter.placements
 

@@ -92,7 +92,7 @@ def refuse_sharded_step(model: nn.Module) -> None:
 
 
 def tensor_parallel_ranks(model: nn.Module) -> int:
-    """How many ranks share out a model's layers; 1: its parameters are no DTensors.
+    """Number of ranks over which a model's layers are sharded; 1: its parameters are no DTensors.
 
     Args:
         model: as ``parallelize_module`` has left it.
@@ -158,7 +158,7 @@ def check_tensor_parallel(ranks: int, mesh_shape: object, requested: int | None,
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -32,7 +32,7 @@ from roundpipe_fx.schedules import Action, ActionKind, InvalidScheduleError, Sta
 
 @dataclass(frozen=True, kw_only=True)
 class Parcel:
-    """What an action's results are to one other rank.
+    """Results of an action that one other rank receives.
 
     Attributes:
         step: the stage action.
@@ -54,7 +54,7 @@ class Parcel:
 
     @property
     def integers(self) -> int:
-        """How many integers travel first."""
+        """Number of integers that travel first."""
         return sum(layout.numbers for layout in self.layouts)
 
 
@@ -134,7 +134,7 @@ def transfers_of(
 def _parcels(
     rank: int, instruction: Instruction, program: PipelineProgram, where: Mapping[tuple[StageAction, int], int]
 ) -> dict[int, Parcel]:
-    """What is sent after an instruction, by receiver."""
+    """Messages that are sent after an instruction, by receiver."""
     step, batch = instruction.action.step, instruction.action.microbatch
     drawing = [drawn for drawn in program.draws if (drawn, batch) in where]
     after = drawing[drawing.index(step) + 1 :] if step in drawing else []

@@ -90,7 +90,7 @@ def filled(template: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int])
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two templates are equal in type and value. Objects of other types are equal only to themselves."""
+    """Return whether two templates are equal in type and value. Objects of other types are equal only to themselves."""
     if left is right:
         return True
     if type(left) is not type(right):

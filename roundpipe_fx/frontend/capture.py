@@ -42,7 +42,7 @@ _BoxedFunction = Callable[[list[Any]], Any]
 
 
 class Callbacks(Protocol):
-    """What AOTAutograd calls while it compiles one graph.
+    """Functions that AOTAutograd calls while it compiles one graph.
 
     Attributes:
         opaque: set before any call: backward calls that were made opaque, to be held until all stages are compiled.
@@ -246,6 +246,6 @@ def _return_objects_of_primals(module: fx.GraphModule, num_forward_outputs: int)
 
 
 def is_outermost(joint: fx.GraphModule) -> bool:
-    """Whether a graph is the model's: AOTAutograd partitions bodies of higher-order operators too."""
+    """Return whether a graph is the model's: AOTAutograd partitions bodies of higher-order operators too."""
     placeholders = joint.graph.find_nodes(op="placeholder")
     return not placeholders or any("desc" in node.meta for node in placeholders)

@@ -44,7 +44,7 @@ def copy_assigned_data(module: fx.GraphModule) -> None:
 
 
 def _is_new(assignment: fx.Node) -> bool:
-    """Whether an assigned value has memory of its own, that nothing else reads or writes."""
+    """Return whether an assigned value has memory of its own, that nothing else reads or writes."""
     old, value = assignment.args
     if not isinstance(old, fx.Node) or not isinstance(value, fx.Node) or old.op != "placeholder":
         return False

@@ -70,7 +70,7 @@ def _storage_id(value: Any) -> int | None:
 
 
 def _overlap(tensors: Sequence[tuple[torch.Tensor, bool]]) -> bool:
-    """Whether the memory between the first and the last element of a written tensor is another's too."""
+    """Return whether the memory between the first and the last element of a written tensor is another's too."""
     for (one, writes_one), (other, writes_other) in itertools.combinations(tensors, 2):
         if (writes_one or writes_other) and _extents_overlap(one, other):
             return True
@@ -102,7 +102,7 @@ def _layout(value: torch.Tensor) -> Any:
 
 
 def shared_outputs(module: fx.GraphModule, shared: SharedInputs) -> bool:
-    """Whether a graph of Dynamo's returns a view of an input that shares memory with another one.
+    """Return whether a graph of Dynamo's returns a view of an input that shares memory with another one.
 
     Args:
         module: Dynamo's graph.

@@ -14,7 +14,7 @@ from roundpipe_fx.ir.joint_graph import input_nodes, is_seeded
 
 
 def is_body(node: fx.Node) -> bool:
-    """Whether a node is the body of a higher-order operator: a module that the graph has as an attribute, no value."""
+    """Test for the body of a higher-order operator: a module that the graph has as an attribute, no value."""
     return node.op == "get_attr" and "val" not in node.meta
 
 
@@ -33,10 +33,10 @@ def bodies_of(node: fx.Node, module: nn.Module) -> list[fx.GraphModule]:
 
 
 def draws_inside(node: fx.Node, module: nn.Module) -> bool:
-    """Whether a body of a higher-order operator draws random numbers. Arguments as for :func:`bodies_of`."""
+    """Return whether a body of a higher-order operator draws random numbers. Arguments as for :func:`bodies_of`."""
     return any(is_seeded(inner) for body in bodies_of(node, module) for inner in body.graph.nodes)
 
 
 def draws(node: fx.Node, module: nn.Module) -> bool:
-    """Whether a node draws random numbers, itself or in a body. Arguments as for :func:`bodies_of`."""
+    """Return whether a node draws random numbers, itself or in a body. Arguments as for :func:`bodies_of`."""
     return is_seeded(node) or draws_inside(node, module)

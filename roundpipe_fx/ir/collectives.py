@@ -25,7 +25,7 @@ _NAMESPACES = frozenset(
 
 
 def is_collective(target: Any) -> TypeGuard[torch._ops.OpOverload]:
-    """Whether a node's target communicates with other processes, or waits for communication."""
+    """Return whether a node's target communicates with other processes, or waits for communication."""
     return isinstance(target, torch._ops.OpOverload) and target.namespace in _NAMESPACES
 
 
@@ -35,12 +35,12 @@ _WAIT = "wait_tensor"
 
 
 def is_functional_collective(target: Any) -> TypeGuard[torch._ops.OpOverload]:
-    """Whether a node's target is a functional collective, or waits for one."""
+    """Return whether a node's target is a functional collective, or waits for one."""
     return isinstance(target, torch._ops.OpOverload) and target.namespace in _FUNCTIONAL
 
 
 def starts_collective(target: Any) -> bool:
-    """Whether a node's target communicates with other processes, and does not only wait for communication."""
+    """Return whether a node's target communicates with other processes, and does not only wait for communication."""
     return is_collective(target) and not target._schema.name.endswith(f"::{_WAIT}")
 
 
@@ -61,7 +61,7 @@ def group_of(node: fx.Node) -> list[int]:
 
 
 def group_argument(target: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """What names the group in a call of a collective; ``None`` if nothing does.
+    """The argument that names the group in a call of a collective; ``None`` if there is none.
 
     Args:
         target: the operator.

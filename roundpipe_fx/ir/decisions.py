@@ -207,7 +207,7 @@ class PlannedMesh:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPipeline:
-    """How a step is pipelined.
+    """The pipeline of a step.
 
     Attributes:
         schedule: name of the schedule.

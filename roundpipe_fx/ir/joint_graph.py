@@ -231,12 +231,12 @@ class JointGraph:
 
     @property
     def forward_outputs(self) -> list[Any]:
-        """What the forward returns."""
+        """Outputs of the forward."""
         return self.outputs[: self.num_forward_outputs]
 
     @property
     def gradients(self) -> list[Any]:
-        """What the backward returns: a gradient for each input, ``None`` where there is none, then further
+        """Outputs of the backward: a gradient for each input, ``None`` where there is none, then further
         contributions.
 
         Tokens that order effects are inputs without a gradient; a backward that has effects returns them too.
@@ -297,7 +297,7 @@ class JointGraph:
         return [node for node in self.computed() if node.meta.get(Mark.PHASE) is phase]
 
     def dependent_on_tangents(self) -> set[fx.Node]:
-        """What depends on incoming gradients.
+        """Nodes that depend on incoming gradients.
 
         Returns:
             these, and the nodes that are computed from them.
@@ -382,28 +382,28 @@ def storages(node: fx.Node) -> list[int]:
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether ``node`` produces exactly one tensor (not a tuple of them)."""
+    """Return whether ``node`` produces exactly one tensor (not a tuple of them)."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Whether ``node`` is a graph input that carries an accumulated gradient of earlier microbatches."""
+    """Return whether ``node`` is a graph input that carries an accumulated gradient of earlier microbatches."""
     return node.op == "placeholder" and str(node.target).startswith("sums")
 
 
 def is_symbolic_scalar(node: fx.Node) -> bool:
-    """Whether ``node`` produces a number that is known only at run time (SymInt, SymFloat, SymBool)."""
+    """Return whether ``node`` produces a number that is known only at run time (SymInt, SymFloat, SymBool)."""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def is_mask(node: fx.Node) -> bool:
-    """Whether ``node`` produces a boolean or byte tensor, whose use as an index is a host synchronization."""
+    """Return whether ``node`` produces a boolean or byte tensor, whose use as an index is a host synchronization."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether all values of ``node`` share storages of its inputs, so that recomputing it costs nothing.
+    """Return whether all values of ``node`` share storages of its inputs, so that recomputing it costs nothing.
 
     An item of a tuple (``getitem``) is a view only if the tuple is one (``split``).
     """
@@ -430,7 +430,7 @@ def viewed(node: fx.Node) -> fx.Node:
 
 
 def is_seeded(node: fx.Node) -> bool:
-    """Whether the node draws random numbers from a generator. Attention without dropout draws none."""
+    """Return whether the node draws random numbers from a generator. Attention without dropout draws none."""
     if not has_tag(node.target, torch.Tag.nondeterministic_seeded):
         return False
     place = _place_of_dropout(node.target)
@@ -449,12 +449,12 @@ def _place_of_dropout(target: Any) -> int | None:
 
 @functools.cache
 def has_tag(target: Any, tag: torch.Tag) -> bool:
-    """Whether a node's target is an operator with a tag. Cached, because reading tags is slow."""
+    """Return whether a node's target is an operator with a tag. Cached, because reading tags is slow."""
     return isinstance(target, torch._ops.OpOverload) and tag in target.tags
 
 
 def has_side_effect(node: fx.Node) -> bool:
-    """Whether a node has an effect besides its value (assertions, printing). Drawing random numbers does not count.
+    """Test for an effect besides a node's value (assertions, printing). Drawing random numbers does not count.
 
     FX's own check looks at a node's arguments too, which is slow; in a functional graph the operator decides.
     """

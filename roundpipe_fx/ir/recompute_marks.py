@@ -62,7 +62,7 @@ def save_in_graph(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def saves_for_recompute(node: fx.Node) -> bool:
-    """Whether a node is a mark of :func:`save_in_graph`."""
+    """Return whether a node is a mark of :func:`save_in_graph`."""
     return node.target is _SAVE
 
 
@@ -146,12 +146,12 @@ def offloading_inputs(node: fx.Node) -> tuple[int, ...]:
 
 
 def keeps_generator_state(node: fx.Node) -> bool:
-    """Whether a random operation may be replayed from a saved generator state, according to its checkpoints."""
+    """Return whether a random operation may be replayed from a saved generator state, according to its checkpoints."""
     return all(preserve for _, preserve, _ in (node.meta.get("custom") or {}).get(_CHECKPOINTS, ()))
 
 
 def is_in_scope(node: fx.Node) -> bool:
-    """Whether a node is in a gradient checkpoint scope."""
+    """Return whether a node is in a gradient checkpoint scope."""
     return _SCOPE in (node.meta.get("custom") or {})
 
 

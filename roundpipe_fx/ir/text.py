@@ -59,7 +59,7 @@ def argument_text(value: Any, names: Mapping[fx.Node, str]) -> str:
 
 
 def is_own(target: Any) -> bool:
-    """Whether a node's target is a function of this package's."""
+    """Return whether a node's target is a function of this package's."""
     return str(getattr(target, "__module__", "")).startswith("roundpipe_fx.")
 
 

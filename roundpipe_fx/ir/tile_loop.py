@@ -35,7 +35,7 @@ class TileResult:
 
     @property
     def start(self) -> float:
-        """What sums are of no tiles."""
+        """The value of a sum over no tiles."""
         return -math.inf if self.is_logarithm else 0.0
 
     @property

@@ -44,7 +44,7 @@ class Snapshot:
 
 
 def snapshot(joint: JointGraph) -> Snapshot:
-    """What :func:`verify` compares a graph with."""
+    """A record of a graph that :func:`verify` compares it with later."""
     marks = {node: {key: node.meta[key] for key in MARK_USES if key in node.meta} for node in joint.graph.nodes}
     return Snapshot(marks, tuple(joint.inputs), len(joint.forward_outputs), len(joint.gradients) - len(joint.parts))
 
@@ -152,7 +152,7 @@ def _wrong_read(joint: JointGraph, node: fx.Node, source: fx.Node) -> str | None
 
 
 def _runs_before(joint: JointGraph, source: fx.Node, node: fx.Node) -> bool:
-    """Whether a stage's whole backward runs before another stage's recomputation."""
+    """Return whether a stage's whole backward runs before another stage's recomputation."""
     reader, other = _stage(joint, node), _stage(joint, source)
     return reader is not None and other is not None and other > reader
 

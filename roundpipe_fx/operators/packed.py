@@ -331,5 +331,5 @@ def _share_storage(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_taken(gradient: Tensor, *others: Sequence[Tensor]) -> bool:
-    """Whether two tensors share a storage, which results of an operator must not do with others."""
+    """Return whether two tensors share a storage, which results of an operator must not do with others."""
     return any(_share_storage(gradient, other) for several in others for other in several)

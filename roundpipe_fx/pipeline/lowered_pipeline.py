@@ -153,7 +153,7 @@ def gaps(schedule: Schedule, costs: StepCosts) -> list[KeptGathered]:
 
 
 def has_host(setting: Setting, pipelining: Pipelining) -> bool:
-    """Whether there is a host beside the devices, for which values can leave."""
+    """Return whether there is a host beside the devices, for which values can leave."""
     device = setting.options.device or setting.device
     return pipelining.offloaded or device.type != "cpu"
 
@@ -197,7 +197,7 @@ _LOSS_BYTES = 512
 
 
 def _transport_bytes(steps: Steps, costs: StepCosts, setting: Setting, pipelining: Pipelining) -> int:
-    """What a process holds of messages beside the values of the graph.
+    """Bytes of messages that a process holds beside the values of the graph.
 
     At the end of a step the gradients of each tensor that several ranks read are summed, one tensor after the other:
     beside a rank's own there are then another's and the sum. Averaging over replicas copies gradients of a stage into

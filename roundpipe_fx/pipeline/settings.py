@@ -24,7 +24,7 @@ COUNT_OF_BATCH = "num_items_in_batch"
 
 @dataclass(frozen=True)
 class Structure:
-    """How a graph was cut: microbatches of another shape in the same step are cut alike.
+    """The cuts of a graph: microbatches of another shape in the same step are cut alike.
 
     Attributes:
         schedule: its specification.
@@ -46,7 +46,7 @@ class Structure:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSetting:
-    """What the compilations of one step know of it.
+    """Facts of a step that its compilations know.
 
     Attributes:
         structure: how its first graph was cut, or how all are; ``None``: nothing says it yet.
@@ -65,7 +65,7 @@ class StepSetting:
 
 @dataclass(kw_only=True)
 class StepCompileState:
-    """What steps tell the compilations of their graphs.
+    """Facts that steps tell the compilations of their graphs.
 
     Attributes:
         step: the one that captures its microbatches now.
@@ -94,18 +94,18 @@ class Undivided:
 
     @property
     def total(self) -> int:
-        """How many devices there are in all."""
+        """Number of devices in all."""
         return self.devices * self.group
 
     @property
     def text(self) -> str:
-        """What is divided, in words."""
+        """The devices that are divided, in words."""
         return f"{self.devices} devices" if self.group == 1 else f"{self.devices} groups of {self.group} devices"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelining:
-    """How a step is pipelined.
+    """The pipeline of a step.
 
     Attributes:
         devices: one worker each; a device may be named several times. Empty: one worker, where the model is.
@@ -161,13 +161,13 @@ class Pipelining:
 
     @property
     def sends_unasked(self) -> bool:
-        """Whether values may leave for the host though the user has not asked for it. Processes must plan alike, and
-        what is available may differ."""
+        """Permission for values to leave for the host though the user has not asked for it. Processes must plan alike,
+        and what is available may differ."""
         return (self.host_budget is None and not self.over_processes) or bool(self.host_budget)
 
     @property
     def workers(self) -> int:
-        """How many workers there are: one, on the model's own device, where no devices were given."""
+        """Number of workers: one, on the model's own device, where no devices were given."""
         return max(1, len(self.devices))
 
     def host_bandwidth(self, of_a_link: float) -> float:

@@ -85,7 +85,7 @@ def _carried(
 
 
 def _draws(call: StageModule) -> bool:
-    """Whether a stage module draws new random numbers; replaying saved states does not change a generator."""
+    """Return whether a stage module draws new random numbers; replaying saved states does not change a generator."""
     return any(draws(node, call.module) or node.target is run_and_save_rng_state for node in call.module.graph.nodes)
 
 
@@ -151,7 +151,7 @@ def step_costs(
 
 
 def _held(held: Sequence[HeldBytes], steps: Steps, step_of: Mapping[str, StageAction], kind: str) -> tuple[Held, ...]:
-    """What outlives its stage action; values with the same maker and readers that may be offloaded are one.
+    """Values that outlive their stage action; those with the same maker and readers that may be offloaded are one.
 
     Args:
         held: of each call.

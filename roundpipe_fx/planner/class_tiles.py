@@ -76,8 +76,8 @@ def seconds_of(joint: JointGraph) -> float:
 
 
 def may_be_quicker(region: TileRegion, tiles: int) -> bool:
-    """Whether tiles of classes may take less time than as many tiles of rows: if the sums of gradients, which each tile
-    of rows reads and writes, take about as long as the logits, which tiles of classes compute twice.
+    """Test for tiles of classes that may take less time than as many tiles of rows: if the sums of gradients, which
+    each tile of rows reads and writes, take about as long as the logits, which tiles of classes compute twice.
 
     Args:
         region: of rows.

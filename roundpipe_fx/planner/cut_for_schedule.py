@@ -118,7 +118,7 @@ def cut_for_schedule(
 
 
 def _stages_asked(setting: Setting, pipelining: Pipelining, spec: ScheduleSpec) -> int | str | tuple[str, ...]:
-    """How many stages there are, or where they begin: the user's choice, or what the schedule needs."""
+    """Number of stages, or where they begin: the user's choice, or the schedule's."""
     if setting.options.stages != "auto":
         return setting.options.stages
     if spec.stages is not None and setting.context.training:
@@ -127,7 +127,7 @@ def _stages_asked(setting: Setting, pipelining: Pipelining, spec: ScheduleSpec) 
 
 
 def _averages_by_stages(setting: Setting, pipelining: Pipelining, spec: ScheduleSpec) -> bool:
-    """Whether a replica of one device is to have several stages.
+    """Return whether a replica of one device is to have several stages.
 
     The gradients of each are averaged beside the backward of those before it. Sharded parameters are gathered by stage,
     and again for each microbatch: where there are several, all are gathered once instead.

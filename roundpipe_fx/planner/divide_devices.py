@@ -137,7 +137,7 @@ def lower_divided(
 
 
 class _DivisionSearch:
-    """What is known while divisions are planned.
+    """Results while divisions are planned.
 
     Attributes:
         best: seconds of the shortest step so far, and its pipeline; ``None``: none fits yet.

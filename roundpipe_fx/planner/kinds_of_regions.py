@@ -89,7 +89,7 @@ class Kinds(Generic[E]):
 
     @property
     def exist(self) -> bool:
-        """Whether there are any."""
+        """Return whether there are any."""
         return bool(self._regions.as_wide_as(0) or self._heads)
 
     def most_tiles(self, kind: Kind) -> int:
@@ -198,7 +198,7 @@ class Kinds(Generic[E]):
 
     @property
     def have_classes(self) -> bool:
-        """Whether there are loss heads that can have tiles of their classes."""
+        """Return whether there are loss heads that can have tiles of their classes."""
         return bool(self._heads)
 
     def binding(self, unmet: Unmet, tiles: Collection[Kind], done: Collection[Kind], by_class: bool) -> Kind | None:
@@ -241,7 +241,7 @@ class Kinds(Generic[E]):
         return [self._named[operation.name] for operation in beside if operation.name in self._named]
 
     def is_by_class(self, kind: Kind) -> bool:
-        """Whether these are loss heads whose rows are classes."""
+        """Return whether these are loss heads whose rows are classes."""
         return bool(self._of(kind)[0].online)
 
     def quicker(self, kind: Kind, count: int, done: Collection[Kind]) -> tuple[Kind, int]:
@@ -273,7 +273,7 @@ class Kinds(Generic[E]):
         return {other: count for other, count in tiles.items() if other == kind or not names & self._holding(other)}
 
     def more_tiles(self, kind: Kind, tiles: int | None, unmet: Unmet, limit: int) -> int:
-        """So many tiles as are tried next: twice as many, or what the budget leaves for one is known to need."""
+        """Number of tiles to try next: twice as many, or as many as the bytes that the budget leaves for one need."""
         region = self._of(kind)[0]
         if tiles is None:
             return first_tiles(region)
@@ -325,7 +325,7 @@ def _loop_of(node: fx.Node) -> str | None:
 
 
 def names_of(tiles: Tiles) -> frozenset[tuple[str, ...]]:
-    """What tells tiles from others of the same graph."""
+    """Names that tell tiles from others of the same graph."""
     return frozenset((region.widest.name, *region.online, str(count)) for region, count in tiles)
 
 

@@ -17,7 +17,7 @@ from roundpipe_fx.remat.segment_chain import SaveOption, remat_choice_of
 
 
 class LinkPrices:
-    """What is saved, by the price of the link.
+    """Choices of what is saved, by the price of the link.
 
     Args:
         graph: the operations.
@@ -45,11 +45,11 @@ class LinkPrices:
         self._byte_seconds = 1 / costs.host_bandwidth
 
     def any_fits(self, limit: int) -> bool:
-        """Whether the chain knows a way to stay within so many bytes of a device."""
+        """Return whether the chain knows a way to stay within so many bytes of a device."""
         return all(any_fits(*self._part(run), limit) for run in self._runs)
 
     def choice_at(self, price: float, limit: int) -> RematChoice:
-        """What is saved at a price, within a limit or as near to it as possible.
+        """Choose what is saved at a price, within a limit or as near to it as possible.
 
         Args:
             price: of a byte, as a multiple of the seconds in which the link carries it.

@@ -157,7 +157,7 @@ def _setting(
     step: StepNeeds | None = None,
     network: Network | None = None,
 ) -> Setting:
-    """What there is to know beside a captured graph.
+    """Gather the facts that lowering knows beside a captured graph.
 
     Args:
         joint: a captured graph; it is rewritten.
@@ -194,7 +194,7 @@ def _first_marking(passes: Sequence[Pass]) -> int:
 
 
 def bounded_in_bytes(joint: JointGraph, options: Options) -> bool:
-    """Whether the budget of a training graph is bytes, whatever its sizes."""
+    """Return whether the budget of a training graph is bytes, whatever its sizes."""
     if isinstance(options.memory_budget, int) or options.rotor is not None:
         return True
     device = options.device or device_of(joint)

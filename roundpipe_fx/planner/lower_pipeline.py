@@ -201,7 +201,7 @@ def _schedules_to_try(options: Options, pipelining: Pipelining, training: bool) 
 
 @dataclass(frozen=True, kw_only=True)
 class _Ways:
-    """How graphs are lowered for schedules.
+    """Functions that lower graphs for schedules.
 
     Attributes:
         pipelining: the user's.

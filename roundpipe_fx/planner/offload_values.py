@@ -34,7 +34,7 @@ _SHARES = (0.9, 0.8)
 
 
 def may_leave_unasked(attempt: ScheduleEvaluation, pipelining: Pipelining) -> bool:
-    """Whether values may leave for the host though the user has not asked for it, and have the time.
+    """Return whether values may leave for the host though the user has not asked for it, and have the time.
 
     Args:
         attempt: any, with nothing there.
@@ -124,5 +124,5 @@ def quickest_offloaded(
 
 
 def _cost(attempt: ScheduleEvaluation, limit: int) -> tuple[int, float]:
-    """What is compared: bytes beyond the limit, then seconds."""
+    """The order of plans: bytes beyond the limit, then seconds."""
     return max(attempt.peak - limit, 0), attempt.seconds

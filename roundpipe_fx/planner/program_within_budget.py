@@ -72,7 +72,7 @@ class CutProgram:
 
     @functools.cached_property
     def beside(self) -> Any:
-        """What the early part of recomputations may run beside."""
+        """Work beside which the early part of recomputations may run."""
         return stages_to_overlap(self.joint, full_of(self.setting))
 
     def evaluate(self, candidate: Candidate) -> Evaluation[Lowered]:

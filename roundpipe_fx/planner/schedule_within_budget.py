@@ -342,7 +342,7 @@ class _Levels:
         return self._known[tuple(levels)]
 
     def _choice(self, levels: Sequence[int]) -> RematChoice:
-        """What all runs save, given each device's level; the last points of all runs are at the same level."""
+        """Choose what all runs save, given each device's level; the last points of all runs are at the same level."""
         choices = []
         for run, points in zip(self._runs, self._points, strict=True):
             level = max(levels[device] for device in run.devices)

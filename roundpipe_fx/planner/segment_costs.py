@@ -1,4 +1,4 @@
-"""What the segments of a graph take: seconds, saved bytes, parameters and gradients, read off before any stage exists.
+"""Costs of a graph's segments (seconds, saved bytes, parameters, gradients), read off before any stage exists.
 
 The costs of any run of segments as a stage follow from them without emitting it, so many ways to divide a model among
 devices can be compared (:mod:`roundpipe_fx.planner.step_bound`).
@@ -61,7 +61,7 @@ class SegmentCosts:
 
     @property
     def count(self) -> int:
-        """How many segments there are."""
+        """Number of segments."""
         return len(self.forward_seconds)
 
     def starts(self, stages: int) -> list[int]:

@@ -28,7 +28,7 @@ _BESIDE = 1
 def segments_on_host(
     timing: Timing, costs: StepCosts, cuts: Sequence[StageCut], chain: SegmentChain, runs: Sequence[SegmentRun]
 ) -> list[SegmentOnHost]:
-    """What there is to know of each segment.
+    """Describe each segment.
 
     Args:
         timing: of the schedule, with nothing recomputed and nothing sent.

@@ -25,7 +25,7 @@ _MOST = 64
 
 
 def may_be_in_pieces(setting: Setting, pipelining: Pipelining, spec: ScheduleSpec) -> bool:
-    """Whether stages may be in pieces.
+    """Return whether stages may be in pieces.
 
     Not an offloaded model's: its gradients are summed by residency window, so in other windows they are rounded
     otherwise than in a step in which everything stays. Nor where parameters are gathered by stage.

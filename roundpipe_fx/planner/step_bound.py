@@ -74,7 +74,7 @@ class Division:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """What a step takes at the least.
+    """A lower bound of a step.
 
     Attributes:
         seconds: of a step without tiles; infinite where none fits.

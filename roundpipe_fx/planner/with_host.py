@@ -32,7 +32,7 @@ _ROUNDED = 2
 
 
 def has_host(device: torch.device) -> bool:
-    """Whether values of a device can leave for the host."""
+    """Return whether values of a device can leave for the host."""
     return device.type != "cpu" and offload_operators() is not None
 
 

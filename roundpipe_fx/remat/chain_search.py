@@ -111,7 +111,7 @@ def search(blocks: Blocks, most: int = _LEVELS, kept: SimulatedSchedule | None =
 
 
 def nested_slots(chain: SegmentChain) -> int:
-    """How finely memory is counted where recomputation is nested."""
+    """Number of memory slots where recomputation is nested."""
     fewest, finest = _NESTED_SLOTS
     return min(max(_NESTED_WORK // len(chain.stages), fewest), finest)
 
@@ -169,7 +169,7 @@ def _heeding_regions(graph: OperationGraph, choice: RematChoice) -> RematChoice:
 
 
 def best_of(candidates: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule]:
-    """Those that no other dominates in peak and seconds, highest peak first."""
+    """Schedules that no other dominates in peak and seconds, highest peak first."""
     best: list[SimulatedSchedule] = []
     for item in sorted(candidates, key=lambda item: (item.seconds, item.peak.bytes)):
         if not best or item.peak.bytes < best[-1].peak.bytes:

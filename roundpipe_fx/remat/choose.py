@@ -150,7 +150,7 @@ class Bottleneck:
 
     @property
     def is_of_one_operation(self) -> bool:
-        """Whether one operation alone needs more than the budget, and no plan was searched for."""
+        """Return whether one operation alone needs more than the budget, and no plan was searched for."""
         return self.chosen is None and not self.text
 
 

@@ -52,7 +52,7 @@ class SegmentRun:
 def points_of_run(
     graph: OperationGraph, chain: SegmentChain, save_options: list[list[SaveOption]], run: SegmentRun
 ) -> list[ParetoPoint]:
-    """What a run may keep: ever fewer bytes for ever more seconds.
+    """Choices of what a run keeps: ever fewer bytes for ever more seconds.
 
     Args:
         graph: the operations.

@@ -31,7 +31,7 @@ class _Planned:
 
 
 class LearnedSteps:
-    """What steps of one model were made of.
+    """Calls and graphs that steps of one model consisted of.
 
     Args:
         replans: whether replanning is possible.
@@ -63,12 +63,12 @@ class LearnedSteps:
 
     @property
     def replans(self) -> bool:
-        """Whether replanning is possible."""
+        """Return whether replanning is possible."""
         return self._replans
 
     @property
     def expected_parts(self) -> int:
-        """How many graphs the first step is known to have; 0 if it is not known, or once it has been seen."""
+        """Number of graphs of the first step; 0 if it is not known, or once it has been seen."""
         return self.parts if self._replans and not self._seen else 0
 
     def plan(
@@ -196,7 +196,7 @@ class LearnedSteps:
         return text
 
     def needs(self, graph: str) -> StepNeeds | None:
-        """What is to be left for other calls where a graph is planned."""
+        """Bytes and times that are left for other calls where a graph is planned."""
         steps = tuple(step for step in self._steps.values() if any(call.graph == graph for call in step.calls))
         if not steps or not self._replans:
             return None

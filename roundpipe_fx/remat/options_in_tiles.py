@@ -106,7 +106,7 @@ def _beside(option: ChainStageOption, tiled_stage: ChainStage, stage: ChainStage
 
 
 def _worthwhile(options: Sequence[tuple[int, ChainStageOption]]) -> list[tuple[int, ChainStageOption]]:
-    """Those that no other dominates in bytes held, peaks and seconds."""
+    """Options that no other dominates in bytes held, peaks and seconds."""
     figures = np.array([(option.seconds, option.held, option.backward, option.forward) for _, option in options])
     order = sorted(range(len(options)), key=lambda place: (tuple(figures[place]), options[place][0]))
     best: list[int] = []

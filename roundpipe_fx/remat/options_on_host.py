@@ -32,7 +32,7 @@ from roundpipe_fx.remat.solve_chain import solve_chain
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentOnHost:
-    """What the chain does not know of a segment whose weights, and maybe whose saved values, are on the host.
+    """Facts beside the chain of a segment whose weights, and maybe whose saved values, are on the host.
 
     Attributes:
         in_flight: microbatches that have begun its forward and not yet run its backward, at most, per device.
@@ -145,7 +145,7 @@ def decisions_at_price(
 
 
 def any_fits(chain: SegmentChain, segments: Sequence[SegmentOnHost], limit: int) -> bool:
-    """Whether there are options within a limit: arguments as for :func:`decisions_at_price`."""
+    """Return whether there are options within a limit: arguments as for :func:`decisions_at_price`."""
     return bool(levels(solve_chain(ChainOnHost.of(chain, segments, 0.0).chain, limit, FINE_SLOTS, nested=False)))
 
 

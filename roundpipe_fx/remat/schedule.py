@@ -26,7 +26,7 @@ _LOSS = -2
 
 @dataclass(frozen=True)
 class RematChoice:
-    """What is saved, and what is recomputed and held, and when.
+    """The values that are saved, and those that are recomputed and held, and when.
 
     Attributes:
         kept: forward storages saved from the forward on.
@@ -198,7 +198,7 @@ def _footprint(graph: OperationGraph, course: _Course) -> Footprint:
 
 @dataclass(frozen=True)
 class _Course:
-    """What happens when a schedule runs.
+    """The events of a schedule.
 
     Attributes:
         events: of the forward, the loss outside, and of the backward.
@@ -278,7 +278,7 @@ def remat_schedule(graph: OperationGraph, schedule: PlannedSchedule) -> RematSch
 
 
 def name_of(graph: OperationGraph, storage: int) -> str:
-    """What a storage is called in messages."""
+    """The name of a storage in messages."""
     if storage in graph.values:
         return graph.values[storage].name
     if storage == _LOSS:

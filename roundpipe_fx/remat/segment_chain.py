@@ -26,7 +26,7 @@ from roundpipe_fx.remat.schedule import RematChoice, just_in_time, peak_of_forwa
 
 @dataclass(frozen=True)
 class SaveOption:
-    """What an option of the chain saves.
+    """Values that an option of the chain saves.
 
     Attributes:
         saved: the storages.
@@ -40,7 +40,7 @@ class SaveOption:
 def remat_choice_of(
     graph: OperationGraph, save_options: list[list[SaveOption]], decisions: list[Decision]
 ) -> RematChoice:
-    """What the decisions about a chain save and hold; ``save_options``: by segment, what its options save."""
+    """Turn decisions about a chain into a choice; ``save_options``: by segment, what its options save."""
     kept: set[int] = set()
     held: dict[int, set[int]] = defaultdict(set)
     remat_level: dict[int, int] = {}
@@ -136,7 +136,7 @@ def _options(
 
 
 def _worthwhile(options: list[tuple[SaveOption, ChainStageOption]]) -> list[tuple[SaveOption, ChainStageOption]]:
-    """Those that no other dominates in bytes held, peak and seconds; the first stays first."""
+    """Options that no other dominates in bytes held, peak and seconds; the first stays first."""
     best: list[tuple[SaveOption, ChainStageOption]] = []
     # From the quickest on, each is dominated only by one before it.
     for save_option, option in sorted(options, key=lambda item: (item[1].seconds, item[1].held, item[1].backward)):

@@ -1,1 +1,1 @@
-"""What a user sees of what was decided and of what ran: plans, timelines, pictures, measured peaks."""
+"""Views of what was decided and of what ran: plans, timelines, pictures, measured peaks."""

@@ -147,7 +147,7 @@ def _planned_stage(
     entry_bytes: int,
     same_as: int | None,
 ) -> PlannedStage:
-    """What the plan says of one stage.
+    """Describe one stage for the plan.
 
     Args:
         cut: the stage.
@@ -194,7 +194,7 @@ def _seconds(nodes: Iterable[fx.Node]) -> float:
 
 
 def _assumed(lowered: Lowered) -> dict[str, int]:
-    """What a step may refute: sizes that depend on data, workspaces in bytes, calls alive at once."""
+    """Assumptions that a step may refute: sizes that depend on data, workspaces in bytes, calls alive at once."""
     beyond_plan, step = lowered.setting.beyond_plan, lowered.setting.step
     alive = step.alive if step is not None else 1
     workspaces = {

@@ -169,7 +169,7 @@ class Plan(Decisions):
 
     @functools.cached_property
     def operations(self) -> OperationGraph | None:
-        """What the plan was made from, for other planners; ``None`` without a budget."""
+        """Operations that the plan was made from, for other planners; ``None`` without a budget."""
         return self.read_operations and self.read_operations()
 
     @functools.cached_property
@@ -214,9 +214,9 @@ class Plan(Decisions):
         return dataclasses.replace(alternatives, plans=tuple(plans))
 
     def look_into(self) -> PlanDetails:
-        """What the page of :meth:`write_html` and :meth:`to_json` show beside the decisions: memory at each operation
-        of the step and the values alive then, their lines in the emitted code, the other plans of the frontier, the
-        timeline of a pipeline.
+        """Details that the page of :meth:`write_html` and :meth:`to_json` show beside the decisions: memory at each
+        operation of the step and the values alive then, their lines in the emitted code, the other plans of the
+        frontier, the timeline of a pipeline.
 
         It is worked out when it is first asked for: the frontier's plans are searched for again, which takes seconds
         for a large model.
@@ -239,7 +239,7 @@ class Plan(Decisions):
         return PlanDetails(step=step, frontier=frontier, alternatives=alternatives)
 
     def explain(self, name: str) -> str:
-        """What happens to a value, or to all values of a module, and what the alternative would cost.
+        """Explain what happens to a value, or to all values of a module, and what the alternative would cost.
 
         Args:
             name: name of a value in the emitted code, or of a module as in ``model.named_modules()``.
@@ -381,7 +381,7 @@ class Plan(Decisions):
 
 
 def _undominated(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Those that no other beats in both, highest peak first."""
+    """Points that no other beats in both, highest peak first."""
     best: list[tuple[int, float]] = []
     for size, seconds in sorted(points, key=lambda point: (point[1], point[0])):
         if not best or size < best[-1][0]:

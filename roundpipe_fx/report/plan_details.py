@@ -1,4 +1,4 @@
-"""What a plan tells when it is looked at closely: memory over the step, emitted lines, other plans, the timeline.
+"""Details of a plan: memory over the step, emitted lines, other plans, the timeline.
 
 It is worked out on demand, since planning does not need it. As data it is columns, in which texts are numbers of a
 table: a plan of a large model has ten thousand values.
@@ -25,7 +25,7 @@ from roundpipe_fx.schedules import Action
 
 @dataclass(frozen=True, kw_only=True)
 class EmittedStep:
-    """What is read off a plan's programs.
+    """Facts that are read off a plan's programs.
 
     Attributes:
         memory: memory over the step.
@@ -38,7 +38,7 @@ class EmittedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanDetails:
-    """What a plan tells when it is looked at closely.
+    """Details of a plan.
 
     Attributes:
         step: what is read off its programs; ``None`` for a plan without programs.

@@ -29,7 +29,7 @@ _REDUCTIONS = {
 
 
 def header_lines(plan: Decisions) -> list[str]:
-    """What was planned as a whole: stages, budget, peak, saved and recomputed values, sizes. At most twelve lines."""
+    """The plan as a whole: stages, budget, peak, saved and recomputed values, sizes. At most twelve lines."""
     kind = "inference"
     if plan.training:
         kind = f"recompute={plan.recompute!r}, training" if plan.budget is None else "training within a budget"
@@ -129,7 +129,7 @@ def stage_lines(stage: PlannedStage, training: bool, offloaded: Collection[str] 
 
 
 def pipeline_lines(pipeline: PlannedPipeline) -> list[str]:
-    """How a step is pipelined, and what that takes."""
+    """Describe the pipeline of a step, and its costs."""
     checkpoint = f", checkpoint={pipeline.checkpoint!r}" if pipeline.checkpoint else ""
     return [
         f"pipelined: {pipeline.microbatches} microbatch{'' if pipeline.microbatches == 1 else 'es'} by schedule "
@@ -174,7 +174,7 @@ def _mesh_lines(pipeline: PlannedPipeline) -> list[str]:
 
 
 def _gather_lines(pipeline: PlannedPipeline) -> list[str]:
-    """What devices gather of sharded parameters, and what of it stays."""
+    """Describe what devices gather of sharded parameters, and what of it stays."""
     if not pipeline.gathered_bytes:
         return []
     stages = [stage for stage in pipeline.gathered if stage.gaps]
@@ -190,7 +190,7 @@ def _gather_lines(pipeline: PlannedPipeline) -> list[str]:
 
 
 def _host_lines(pipeline: PlannedPipeline) -> list[str]:
-    """What a step copies to the host and from it, and what it needs there."""
+    """Describe what a step copies to the host and from it, and the memory that it needs there."""
     values = f"{_counted(pipeline.sent_values, 'value')} ({bytes_text(pipeline.sent_bytes)}) to the host and back"
     if not pipeline.brought_bytes:
         pinned = f"a step copies {values}; pinned on the host: {bytes_text(pipeline.host_value_bytes)}"
@@ -238,7 +238,7 @@ def _listing(title: str, values: Sequence[PlannedValue], offloaded: Collection[s
 
 
 def value_explained(stage: int, fate: str, value: PlannedValue) -> str:
-    """What happens to a value, and what the alternative would cost.
+    """Explain what happens to a value, and what the alternative would cost.
 
     Args:
         stage: index of its stage.
@@ -265,7 +265,7 @@ def value_explained(stage: int, fate: str, value: PlannedValue) -> str:
 
 
 def tiles_explained(tiles: PlannedTiles) -> str:
-    """What is carried out in tiles, and what it would take as a whole."""
+    """Explain what is carried out in tiles, and what it would take as a whole."""
     where = f" in {tiles.module}" if tiles.module else ""
     return (
         f"{tiles.name} {tiles.type}{where}: computed in {tiles.tiles} tiles of its {tiles.rows} rows, one after "
@@ -305,7 +305,7 @@ def explained(plan: Decisions, name: str) -> str:
 
 
 def _offloaded(plan: Decisions, name: str) -> str:
-    """What is added to the explanation of a value that leaves its device."""
+    """The part of a value's explanation that says when it leaves its device."""
     if name in plan.on_host:
         return "; on the host from the forward to the backward"
     for value in plan.pipeline.offloaded if plan.pipeline is not None else ():

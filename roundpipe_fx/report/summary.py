@@ -178,7 +178,7 @@ def _key(division: PlannedDivision) -> tuple[bool, bool, float, int, int]:
 
 
 def _proof(ordered: list[PlannedDivision]) -> str:
-    """Whether a division that was not planned may have a shorter step."""
+    """Return whether a division that was not planned may have a shorter step."""
     chosen = ordered[0].seconds or 0.0
     open_ones = [
         division

@@ -36,7 +36,7 @@ Check = Callable[[Any, Sequence[Any]], None]
 
 
 class _Requests(threading.local):
-    """What is asked of the compiled forwards that this thread calls.
+    """Requests to the compiled forwards that this thread calls.
 
     Attributes:
         trace_only: not to run.

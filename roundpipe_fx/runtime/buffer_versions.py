@@ -32,7 +32,7 @@ class BufferVersions:
         self._stopped = False
 
     def is_state(self, value: Any) -> bool:
-        """Whether any microbatch updates a tensor."""
+        """Return whether any microbatch updates a tensor."""
         return id(value) in self._writers
 
     def read(self, value: Any, microbatch: int) -> tuple[Any, Any]:

@@ -61,7 +61,7 @@ def _extent(value: torch.Tensor) -> int:
 
 
 def _is_dense_or_overlaps(value: torch.Tensor) -> bool:
-    """Whether the elements are dense in memory, or overlap, as in ``unfold``."""
+    """Return whether the elements are dense in memory, or overlap, as in ``unfold``."""
     extent = 1
     for step, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1:

@@ -40,7 +40,7 @@ class Message:
 
 
 class DeviceStreams(Protocol):
-    """What a worker needs of its device."""
+    """Streams that a worker needs of its device."""
 
     device: torch.device
     host_buffers: HostBuffers

@@ -167,7 +167,7 @@ class _Names:
 
 
 def _reads(value: Any) -> bool:
-    """Whether an argument contains nodes."""
+    """Return whether an argument contains nodes."""
     reads: list[fx.Node] = []
     fx.node.map_arg(value, reads.append)
     return bool(reads)

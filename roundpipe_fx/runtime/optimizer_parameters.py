@@ -54,7 +54,7 @@ class OptimizerCtx:
 
 
 def in_optimizer_context() -> bool:
-    """Whether the current thread is inside an :class:`OptimizerCtx`."""
+    """Return whether the current thread is inside an :class:`OptimizerCtx`."""
     return _local.depth > 0
 
 

@@ -236,7 +236,7 @@ def _retire_all(free: dict[int, deque[_Pages]], returned: deque[_Pages]) -> None
 
 
 def _is_idle() -> bool:
-    """Whether the devices have done all that they were given, as far as their current and default streams tell."""
+    """Test for devices that have done all their work, as far as their current and default streams tell."""
     if not torch.cuda.is_initialized():
         return True
     try:

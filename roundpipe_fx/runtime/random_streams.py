@@ -74,7 +74,7 @@ class drawing:
 
 
 def draws(module: fx.GraphModule) -> bool:
-    """Whether a stage module draws or replays random numbers."""
+    """Return whether a stage module draws or replays random numbers."""
     return any(_is_random(node, module) for node in module.graph.nodes)
 
 

@@ -46,7 +46,7 @@ def begin_stage() -> None:
 
 
 def started() -> int:
-    """How many collectives of its stage the worker in this thread has started."""
+    """Number of collectives of its stage that the worker in this thread has started."""
     return _progress.started
 
 
@@ -109,7 +109,7 @@ def _fail(node: fx.Node) -> None:
 
 @torch.no_grad()
 def _vote(failed: bool, group: Any, device: torch.device) -> bool:
-    """Whether any rank of a group votes that it has failed."""
+    """Return whether any rank of a group votes that it has failed."""
     vote = torch.full((1,), int(failed), dtype=torch.int32, device=device)
     return bool(largest_of_group(vote, group).item())
 

@@ -64,12 +64,12 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def is_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer treats every parameter by itself."""
+    """Return whether an optimizer treats every parameter by itself."""
     return type(optimizer) in _BY_PARAMETER
 
 
 def updates_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether several steps for some parameters each are a step for all of them."""
+    """Return whether several steps for some parameters each are a step for all of them."""
     return is_by_parameter(optimizer) and not torch_private.step_is_watched(optimizer)
 
 
@@ -226,7 +226,7 @@ class StageUpdates:
             raise failure
 
     def repeatable(self) -> bool:
-        """Whether the current step has updated nothing yet; asked once, when it has failed."""
+        """Return whether the current step has updated nothing yet; asked once, when it has failed."""
         failed, self._failed_within = self._failed_within, False
         return not failed
 

@@ -17,7 +17,7 @@ from roundpipe_fx.schedules import StageAction
 
 
 class Transport(Protocol):
-    """What a run needs of its transport. ``device`` is the number of the worker that calls."""
+    """Interface of a run's transport. ``device`` is the number of the worker that calls."""
 
     def before(self, device: int, place: int) -> None:
         """Called before the instruction at ``place``, and after the last one.

@@ -23,7 +23,7 @@ from roundpipe_fx.schedules.step_costs import backward_start
 
 @dataclass(frozen=True, slots=True)
 class OffloadSteps:
-    """What leaves, is freed, is reloaded and must be back before an instruction.
+    """Values that leave, are freed, are reloaded and must be back before an instruction.
 
     Attributes:
         leaves: offloads whose copies to the host begin.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class ActionKind(enum.StrEnum):
-    """What an action does. The value is the letter that schedules print."""
+    """Kinds of actions. The value is the letter that schedules print."""
 
     FORWARD = "F"
     RECOMPUTE = "R"

@@ -30,7 +30,7 @@ from roundpipe_fx.schedules.timing import Timing
 
 @dataclass(frozen=True)
 class OffloadRule:
-    """How it is decided what leaves: the same for every number of microbatches.
+    """Rule that decides which values leave: the same for every number of microbatches.
 
     Attributes:
         limit: bytes per device.
@@ -46,7 +46,7 @@ class OffloadRule:
 def offloads_within(
     timing: Timing, costs: StepCosts, others: Mapping[int, StepCosts], rule: OffloadRule
 ) -> list[Offload]:
-    """What leaves by a rule, and what the user wants on the host whatever the rule.
+    """Values that leave by a rule, and those that the user wants on the host whatever the rule.
 
     Args:
         timing: of the schedule if nothing leaves.
@@ -124,7 +124,7 @@ class _Outgoing:
         self._free = 0.0
 
     def is_in_time(self, offload: Offload) -> bool:
-        """Whether the device would not wait for the copy of a value behind those that were sent so far."""
+        """Return whether the device would not wait for the copy of a value behind those that were sent so far."""
         return self._copied(offload) <= self._starts[offload.freed]
 
     def send(self, offload: Offload) -> None:

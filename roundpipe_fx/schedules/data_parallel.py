@@ -101,7 +101,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Gather:
-    """What is gathered before an action: at the beginning of a residency window.
+    """Tensors that are gathered before an action: at the beginning of a residency window.
 
     Attributes:
         place: position of the action.

@@ -302,7 +302,7 @@ class _Memory:
         return np.concatenate(firsts)
 
     def _enter_turn(self, device: int) -> int:
-        """What happens between forwards and backwards.
+        """Enter what happens between forwards and backwards.
 
         Returns:
             bytes while outputs are put together and the loss is computed outside; 0 where neither happens.
@@ -326,7 +326,7 @@ class _Memory:
         return outside
 
     def _is_callers(self, device: int) -> bool:
-        """Whether the caller gets the outputs on a device."""
+        """Return whether the caller gets the outputs on a device."""
         return device == self._callers or self._costs.outputs_everywhere
 
     def _copies(self, device: int) -> int:

@@ -112,7 +112,9 @@ def slot_seconds(
 
 
 def is_spread(tried: RoundPipePartition, slots: list[float], devices: int) -> bool:
-    """Whether no slot is most of the model: at least one slot per device, and the fused one no longer than the others.
+    """Test for a division without a slot that is most of the model.
+
+    There is at least one slot per device, and the fused one is no longer than the others.
 
     Otherwise a single device would get what no device has memory for, since the fused slot recomputes nothing.
     """

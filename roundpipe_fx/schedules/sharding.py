@@ -31,7 +31,7 @@ from roundpipe_fx.schedules.residency import resident, window_ranges
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedCosts:
-    """What sharded parameters cost.
+    """Costs of sharded parameters.
 
     Attributes:
         replicas: among how many devices each is shared out.
@@ -119,7 +119,7 @@ def gaps_of(order: DeviceOrder, costs: ShardedCosts) -> list[KeptGathered]:
 
 
 def choose_kept(gaps: Sequence[KeptGathered], action_bytes: Sequence[np.ndarray], limit: int) -> list[KeptGathered]:
-    """What stays gathered: the shortest times first, and what saves most bytes among those that are equally long.
+    """Choose what stays gathered: the shortest times first; of equal ones, what saves most bytes.
 
     Args:
         gaps: all that may stay.
@@ -138,7 +138,7 @@ def choose_kept(gaps: Sequence[KeptGathered], action_bytes: Sequence[np.ndarray]
 
 
 def gathers_of(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptGathered]) -> list[Gather]:
-    """What a device gathers, window by window: :func:`roundpipe_fx.runtime.prefetch.prefetch_steps_of` as bytes.
+    """Bytes that a device gathers, window by window: :func:`roundpipe_fx.runtime.prefetch.prefetch_steps_of` as bytes.
 
     Args:
         order: of the device.

@@ -27,7 +27,7 @@ class StageGraph:
         return tuple(self.reads)
 
     def has(self, kind: ActionKind, stage: int) -> bool:
-        """Whether the graph has a stage action."""
+        """Return whether the graph has a stage action."""
         return (kind, stage) in self.reads
 
 

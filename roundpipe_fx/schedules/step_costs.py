@@ -127,7 +127,7 @@ class StepCosts:
         ]
 
     def gathers(self, schedule: Schedule, kept: Sequence[KeptGathered]) -> list[list[Gather]]:
-        """What each device gathers; nothing unless replicas share out parameters.
+        """Tensors that each device gathers; none unless parameters are sharded across replicas.
 
         Args:
             schedule: the actions of each device.

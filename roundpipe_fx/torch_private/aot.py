@@ -95,7 +95,7 @@ def mutated_inputs(joint: fx.GraphModule) -> list[fx.Node]:
 
 
 def has_bases_of_inputs(graph: fx.GraphModule) -> bool:
-    """Whether inputs that share memory, one of which is written, are made from one input in AOTAutograd's place."""
+    """Test for inputs that share memory, one of which is written: AOTAutograd makes them from one input."""
     descriptions = (node.meta.get("desc") for node in graph.graph.find_nodes(op="placeholder"))
     return any(isinstance(description, (SyntheticBaseAOTInput, ViewBaseAOTInput)) for description in descriptions)
 
@@ -163,12 +163,12 @@ def _differentiated_input(description: Any) -> Any:
 
 
 def is_effect_token(placeholder: fx.Node) -> bool:
-    """Whether a graph input is a token that orders effects (assertions, printing); its value is ``None``."""
+    """Return whether a graph input is a token that orders effects (assertions, printing); its value is ``None``."""
     return isinstance(placeholder.meta.get("desc"), (ForwardTokenAOTInput, BackwardTokenAOTInput))
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether a traced value is an object that PyTorch passes through graphs unread: the device mesh of a DTensor."""
+    """Test for an object that PyTorch passes through graphs unread: the device mesh of a DTensor."""
     from torch._library.fake_class_registry import FakeScriptObject
     from torch._library.opaque_object import is_opaque_value
 
@@ -181,7 +181,7 @@ def opaque_object(value: Any) -> Any:
 
 
 def is_same_object(value: Any, other: Any) -> bool:
-    """Whether two opaque values are equal."""
+    """Return whether two opaque values are equal."""
     return bool(opaque_object(value) == opaque_object(other))
 
 
@@ -217,7 +217,7 @@ def registered_backwards(targets: Sequence[Any]) -> list[Any]:
 
 
 def traces(function: Callable[[], Any], tensors: Sequence[Any]) -> bool:
-    """Whether ``function`` runs on fake tensors without reading data. It is not recorded in a graph.
+    """Return whether ``function`` runs on fake tensors without reading data. It is not recorded in a graph.
 
     Args:
         function: called once.

@@ -53,12 +53,12 @@ def unseen_by_autograd(tensor: torch.Tensor) -> contextlib.AbstractContextManage
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward in the current thread."""
+    """Return whether autograd is running a backward in the current thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward that the current thread is running has ``retain_graph``; ``False`` if there is none."""
+    """Test for ``retain_graph`` of the backward that the current thread is running; ``False`` if there is none."""
     return in_backward() and torch._C._autograd._get_current_graph_task_keep_graph()
 
 

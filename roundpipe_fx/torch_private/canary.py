@@ -174,7 +174,7 @@ def check() -> None:
 
 
 def missing(loaded: Mapping[str, object] = sys.modules, root: Path = Path(torch.__file__).parent) -> Iterator[str]:
-    """What is gone.
+    """Yield the names that are gone.
 
     Args:
         loaded: modules by name; of others the source is searched.

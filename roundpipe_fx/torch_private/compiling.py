@@ -30,7 +30,7 @@ __all__ = [
 
 
 def is_traced() -> bool:
-    """Whether ``torch.jit.trace`` or FX's symbolic tracing is at work."""
+    """Return whether ``torch.jit.trace`` or FX's symbolic tracing is at work."""
     return torch._C._is_tracing() or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
 
 
@@ -236,7 +236,7 @@ def boxed_false() -> Any:
 
 
 def has_kernel(operator: torch._ops.OpOverload, device: str) -> bool:
-    """Whether an operator has a kernel for a device, rather than a decomposition."""
+    """Return whether an operator has a kernel for a device, rather than a decomposition."""
     key = getattr(torch._C.DispatchKey, device.upper(), None)
     return key is not None and operator.has_kernel_for_dispatch_key(key)
 

@@ -195,7 +195,7 @@ class RecompileLimit(NamedTuple):
 
 
 def recompile_limit_errors() -> tuple[type[Exception], ...]:
-    """What Dynamo raises at a limit on compilations if the user wants an error there."""
+    """Errors that Dynamo raises at a limit on compilations if the user wants an error there."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     return (FailOnRecompileLimitHit,)
@@ -341,7 +341,7 @@ def _name_of(source: Any) -> str:
 
 
 def reads_input(module: fx.GraphModule, key: str) -> bool:
-    """Whether a graph of Dynamo's that is being compiled reads an input that its caller passes by this name.
+    """Return whether a graph of Dynamo's that is being compiled reads an input that its caller passes by this name.
 
     Tensors, and integers whose sources are dynamic (:func:`dynamo_flags`), are inputs of the graph if they are read.
     Of what Dynamo has taken for a constant, as a float, there is only a guard, also if it was but compared with
@@ -437,7 +437,7 @@ def _given_options(wrapper: Any) -> Mapping[str, Any]:
 
 
 def compiled_in_place_by_us(module: torch.nn.Module) -> bool:
-    """Whether ``module.compile`` was given a backend that has the attribute ``around_compilations``."""
+    """Return whether ``module.compile`` was given a backend that has the attribute ``around_compilations``."""
     compiled: Any = module._compiled_call_impl
     names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
     if "callback" not in names:

@@ -94,7 +94,7 @@ def _patch_dynamo() -> None:
 
 
 def is_ours() -> bool:
-    """Whether the current thread traces one of our compilations."""
+    """Return whether the current thread traces one of our compilations."""
     return _local.flags_are_set
 
 

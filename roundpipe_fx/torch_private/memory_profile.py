@@ -64,7 +64,7 @@ _See = Callable[[Sequence[Allocation]], None]
 
 @dataclass
 class _Recorded:
-    """What is being recorded in a thread.
+    """Events that are being recorded in a thread.
 
     Attributes:
         inner: the functions that ran inside the recorded one, by number: called with their parts.
@@ -187,7 +187,7 @@ def _tell(records: Sequence[Sequence[Any]], began: float, recorded: _Recorded, s
 
 
 def profiler_runs() -> bool:
-    """Whether a profiler of the user is active on this thread."""
+    """Return whether a profiler of the user is active on this thread."""
     return _recording.recorded is None and torch._C._autograd._profiler_enabled()
 
 

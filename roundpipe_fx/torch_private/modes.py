@@ -200,5 +200,5 @@ def _is_of_plain_subclass(value: Any) -> bool:
 
 
 def _dispatches(kind: type) -> bool:
-    """Whether tensors of a class are called with each operation."""
+    """Return whether tensors of a class are called with each operation."""
     return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl

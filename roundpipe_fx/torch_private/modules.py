@@ -130,8 +130,8 @@ def data_parallel_forward(
 
 
 def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks run around an optimizer's ``step``, or something else than a learning rate scheduler has wrapped
-    it: it must then be called once, for all parameters."""
+    """Test for hooks around an optimizer's ``step``, or for something else than a learning rate scheduler that has
+    wrapped it: it must then be called once, for all parameters."""
     fields = vars(optimizer)
     hooks = (fields["_optimizer_step_pre_hooks"], fields["_optimizer_step_post_hooks"])
     replaced = fields.get("step")

@@ -67,7 +67,7 @@ def _argument(position: int, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _is_packed(variable: Any) -> bool:
-    """Whether a variable of Dynamo is a packed sequence."""
+    """Return whether a variable of Dynamo is a packed sequence."""
     try:
         return variable is not None and issubclass(variable.python_type(), PackedSequence)
     except NotImplementedError:
@@ -75,7 +75,7 @@ def _is_packed(variable: Any) -> bool:
 
 
 def _are_read_from_tensors(variable: Any) -> bool:
-    """Whether a variable of Dynamo is a list of numbers read from tensors, which are not known while tracing."""
+    """Return whether a variable of Dynamo is a list of numbers read from tensors, which are not known while tracing."""
     items = getattr(variable.realize(), "items", ()) if variable is not None else ()
     numbers = [getattr(item.realize(), "sym_num", None) for item in items] if isinstance(items, list | tuple) else []
     return any(number is not None and free_unbacked_symbols(number) for number in numbers)

@@ -61,7 +61,7 @@ _LARGEST_BOUND = 1 << 40
 
 @dataclass(kw_only=True)
 class _KnownSizes:
-    """What is known of the sizes of one ShapeEnv.
+    """Facts about the sizes of one ShapeEnv.
 
     Attributes:
         assumed: values to plan with, by symbol.
@@ -114,7 +114,7 @@ def planned_sizes(nodes: Sequence[Any], graph: fx.Graph) -> dict[int, int]:
 
 
 def row_major(value: torch.Tensor) -> bool:
-    """Whether the strides of a tensor, whose sizes may be symbolic, are those of a contiguous one; adds no guard."""
+    """Test for a tensor, whose sizes may be symbolic, with the strides of a contiguous one; adds no guard."""
     expected: Any = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
         if (_if_not_empty(stride.node.expr) if isinstance(stride, torch.SymInt) else stride) != expected:

@@ -30,7 +30,7 @@ def default_store() -> dist.Store:
 
 
 def group_timeout(group: dist.ProcessGroup, device: str) -> timedelta:
-    """How long the operations of a process group on tensors of a type of device may take."""
+    """Time that operations of a process group on tensors of a type of device may take."""
     timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
     return timeout
 
@@ -63,7 +63,7 @@ def largest_of_group(value: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def is_replicate_spec(spec: Any) -> bool:
-    """Whether a specification says that a value is the same for every microbatch: ``_Replicate``, or one of it.
+    """Return whether a specification says that a value is the same for every microbatch: ``_Replicate``, or one of it.
 
     Args:
         spec: the user's. Where the user has not imported its module, it cannot be one, and the module is not imported.

@@ -1,4 +1,4 @@
-"""What Dynamo traces wrongly without a word is patched (torch 2.13).
+"""Patches of what Dynamo traces wrongly without a word (torch 2.13).
 
 Functions with a backward of their own (``autograd.Function``) inside ``torch.func.grad``, ``vjp``, ``vmap``: Dynamo
 traces such a function's forward alone where it sees no gradient, as under ``vmap``, and differentiates the operations

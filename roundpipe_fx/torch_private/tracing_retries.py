@@ -91,12 +91,12 @@ def install_retries(active: Callable[[], bool]) -> None:
 
 
 def was_retried(file: str | None, line: int | None) -> bool:
-    """Whether the function that begins at a line was traced in a retry."""
+    """Return whether the function that begins at a line was traced in a retry."""
     return (file, line) in _retried
 
 
 def is_graph_break(error: BaseException) -> bool:
-    """Whether an error says that a function cannot be traced as one graph."""
+    """Return whether an error says that a function cannot be traced as one graph."""
     from torch._dynamo.exc import Unsupported, UserError
 
     return isinstance(error, (Unsupported, UserError)) or _wants_data(error)
@@ -107,7 +107,7 @@ def _place(code: CodeType) -> tuple[str, int]:
 
 
 def _wants_data(error: BaseException) -> bool:
-    """Whether an error means that a value was read that is not known while tracing."""
+    """Return whether an error means that a value was read that is not known while tracing."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 

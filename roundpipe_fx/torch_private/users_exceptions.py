@@ -114,7 +114,7 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def _is_of_user(error: BaseException) -> bool:
-    """Whether an exception was raised by code outside of PyTorch."""
+    """Return whether an exception was raised by code outside of PyTorch."""
     place = error.__traceback__
     assert place is not None
     while place.tb_next is not None:

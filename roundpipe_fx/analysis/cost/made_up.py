@@ -89,7 +89,7 @@ def with_accepted_numbers(
 
 
 def is_on_host(kind: OperandKind | None) -> bool:
-    """Whether kernels read an operand of a kind on the host; those for ROCm read all on the device."""
+    """Return whether kernels read an operand of a kind on the host; those for ROCm read all on the device."""
     return isinstance(kind, OnHost) and torch.version.hip is None
 
 
@@ -115,7 +115,7 @@ def run_alone(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 def fits(node: fx.Node, device: torch.device, for_numbers: int = 0) -> bool:
-    """Whether there is memory for made-up operands of a node and its results.
+    """Return whether there is memory for made-up operands of a node and its results.
 
     Args:
         node: an operation on fake tensors.

@@ -51,7 +51,7 @@ class Ring:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """How devices of one or many nodes are connected, per device and direction.
+    """Links between devices of one or many nodes, per device and direction.
 
     Attributes:
         node: how many devices a node has.
@@ -97,7 +97,7 @@ class Network:
         return self.within_latency + size / self.within_bandwidth
 
     def leaves(self, device: int, other: int, pipeline: int, replicas: int) -> bool:
-        """Whether in any replica two devices of the pipeline are on different nodes.
+        """Return whether in any replica two devices of the pipeline are on different nodes.
 
         Args:
             device: number in the pipeline.

@@ -27,7 +27,7 @@ class OperandKind:
     """Numbers that an operand may have."""
 
     def exists(self, operand: Any, arguments: Arguments) -> bool:
-        """Whether there are such numbers for an operand of a call."""
+        """Return whether there are such numbers for an operand of a call."""
         return self._exists(operand, arguments)
 
     def write(self, filled: torch.Tensor, operand: Any, arguments: Arguments, position: int) -> None:

@@ -209,7 +209,7 @@ def results_on_host(target: Any) -> tuple[int, ...]:
 
 @functools.cache
 def reads_or_leaves_on_host(target: Any) -> bool:
-    """Whether an operator on a device reads single numbers on the host, or leaves some there."""
+    """Return whether an operator on a device reads single numbers on the host, or leaves some there."""
     kinds = kinds_of_operator(target) or {}
     return bool(results_on_host(target)) or any(isinstance(kind, OnHost) for kind in kinds.values())
 
@@ -240,7 +240,7 @@ def kinds_of_call(target: Any, arguments: Mapping[str, Any]) -> Mapping[str, Ope
 
 
 def may_run_alone(node: fx.Node) -> bool:
-    """Whether a node's operator may be run on made-up operands like its own: the one place that decides it."""
+    """Return whether a node's operator may be run on made-up operands like its own: the one place that decides it."""
     return kinds_of_call(node.target, arguments_of_node(node)) is not None
 
 

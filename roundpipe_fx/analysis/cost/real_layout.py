@@ -46,7 +46,7 @@ def layout_of(value: torch.Tensor) -> TensorLayout:
 
 
 def lies_plainly(value: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous, and dimensions of size 1 have the strides of a contiguous tensor as well."""
+    """Test for a contiguous tensor whose dimensions of size 1 have the strides of one as well."""
     if value.layout is not torch.strided:
         return False
     sizes, strides = layout_of(value)
@@ -101,7 +101,7 @@ _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.
 
 
 def _has_known_order(node: fx.Node) -> bool:
-    """Whether the result's strides do not depend on the operands'."""
+    """Return whether the result's strides do not depend on the operands'."""
     target: Any = node.target
     return target.overloadpacket in _PRODUCTS
 
@@ -146,7 +146,7 @@ def small_values(node: fx.Node, value_of: ValueOf = lambda node: node.meta.get("
 
 
 def _is_large(argument: Any) -> bool:
-    """Whether an argument may be the sizes of a tensor that is not small, whatever the operands are."""
+    """Return whether an argument may be the sizes of a tensor that is not small, whatever the operands are."""
     numbers = [number_hint(item) for item in argument if not isinstance(item, fx.Node)] if _is_list(argument) else []
     return math.prod(number for number in numbers if type(number) is int and number > 0) > _MOST_ELEMENTS
 

@@ -181,7 +181,7 @@ def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _scores(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """How many scores of causal attention are computed, and how many PyTorch counts: kernels skip what a mask hides.
+    """Scores of causal attention that are computed, and those that PyTorch counts: kernels skip what a mask hides.
 
     Args:
         target: any operator.

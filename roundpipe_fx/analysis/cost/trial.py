@@ -140,7 +140,7 @@ def kernel_settings() -> tuple[Any, ...]:
 
 
 def device_text(device: torch.device) -> str:
-    """What kernels of a device depend on."""
+    """Text of all that the kernels of a device depend on."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
     properties = torch.cuda.get_device_properties(device)

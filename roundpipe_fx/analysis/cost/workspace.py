@@ -128,7 +128,7 @@ def _gpu(device: torch.device, present: bool) -> Gpu | None:
 
 
 def depends_on_data(node: fx.Node) -> bool:
-    """Whether the workspace of a node's operator depends on values, or is not known."""
+    """Return whether the workspace of a node's operator depends on values, or is not known."""
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         return any(is_body(source) for source in input_nodes(node))
@@ -138,7 +138,7 @@ def depends_on_data(node: fx.Node) -> bool:
 
 
 def _is_unknown(target: torch._ops.OpOverload) -> bool:
-    """Whether nothing is known of an operator before it runs on real data."""
+    """Return whether nothing is known of an operator before it runs on real data."""
     if is_functional_collective(target):
         return False
     return target.namespace not in _OWN or target.overloadpacket is aten._grouped_mm
@@ -163,12 +163,12 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _is_one_kernel(node: fx.Node) -> bool:
-    """Whether a pointwise operation runs as one kernel; primitives are made of several where there is none for them."""
+    """Test for a pointwise operation that runs as one kernel; a primitive without one is made of several."""
     return _is_pointwise(node) and node.target.namespace == "aten"  # type: ignore[union-attr]
 
 
 def _is_free_of_sizes(node: fx.Node) -> bool:
-    """Whether the workspace of a pointwise operation does not depend on sizes, because it converts no operand."""
+    """Test for a pointwise operation whose workspace does not depend on sizes, because it converts no operand."""
     operands = [value for source in input_nodes(node) for value in tensor_values(source)]
     kinds = {value.dtype for value in operands}
     if not _is_one_kernel(node) or len(kinds) != 1 or any(value.is_conj() or value.is_neg() for value in operands):
@@ -185,12 +185,12 @@ def _is_free_of_sizes(node: fx.Node) -> bool:
 
 
 def is_measured(node: fx.Node, device: torch.device) -> bool:
-    """Whether the workspace of a node is measured: it may be nonzero, and the operator may be run alone."""
+    """Return whether the workspace of a node is measured: it may be nonzero, and the operator may be run alone."""
     return may_have_workspace(node, device) and may_run_alone(node)
 
 
 def may_have_workspace(node: fx.Node, device: torch.device) -> bool:
-    """Whether a PyTorch operator on a device may allocate memory besides its results."""
+    """Return whether a PyTorch operator on a device may allocate memory besides its results."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in _MEASURED:
         return False
@@ -211,13 +211,13 @@ def may_have_workspace(node: fx.Node, device: torch.device) -> bool:
 
 
 def _is_number(argument: Any) -> bool:
-    """Whether an argument is a number or a symbolic one, which kernels convert to a tensor."""
+    """Return whether an argument is a number or a symbolic one, which kernels convert to a tensor."""
     value = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
     return isinstance(value, int | float | complex | torch.SymInt | torch.SymFloat)
 
 
 def _is_matrix(value: torch.Tensor) -> bool:
-    """Whether BLAS accepts the strides of a matrix."""
+    """Return whether BLAS accepts the strides of a matrix."""
     return value.dim() < 2 or 1 in (value.stride(-1), value.stride(-2))
 
 

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Gpu:
-    """What kernels adapt to.
+    """Properties of a GPU that kernels adapt to.
 
     Attributes:
         multiprocessors: how many the device has.
@@ -87,7 +87,7 @@ class _Operand:
         return True
 
     def is_dense(self) -> bool:
-        """Whether it fills its memory, in any order of its dimensions."""
+        """Return whether it fills its memory, in any order of its dimensions."""
         lies = sorted((stride, size) for size, stride in zip(self.sizes, self.strides, strict=True) if size != 1)
         expected = 1
         for stride, size in lies:
@@ -267,7 +267,7 @@ def _efficient_attention_backward(call: _KernelCall) -> int | None:
 
 
 def _has_efficient_kernel(query: _Operand, key: _Operand, value: _Operand) -> bool:
-    """Whether memory-efficient attention takes these, in one call of its kernel."""
+    """Return whether memory-efficient attention takes these, in one call of its kernel."""
     aligned = all(operand.sizes[3] % (16 // operand.itemsize) == 0 for operand in (query, value))
     known = query.dtype in (*_FLASH_DTYPES, torch.float32)
     return known and aligned and query.sizes[1] == key.sizes[1] and query.sizes[0] <= _MOST_BATCHES

@@ -67,7 +67,7 @@ class _Attention:
 
 
 def _forward(call: Call, labels: Labels) -> CallDims:
-    """What is returned beside the output and the log-sum-exp has no meaning without dropout."""
+    """Label a forward's results; those after the output and the log-sum-exp have no meaning without dropout."""
     attention = _Attention(call, labels)
     _, statistics, *others = call.results
     results: list[Sequence[Dim]] = [attention.output, attention.statistics(statistics)]

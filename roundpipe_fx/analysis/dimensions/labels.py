@@ -20,7 +20,7 @@ Dims = tuple[Dim, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """How the work of an operation divides: each dimension of an operand or a result is a product of labels.
+    """The labels of an operation: each dimension of an operand or a result is a product of some.
 
     A view of ``[B * T, V]`` as ``[B, T, V]`` has operand ``((b, t), (v,))`` and result ``((b,), (t,), (v,))``. Labels
     belong to one operation. What a label means follows from where it stands, for each result on its own:
@@ -117,10 +117,10 @@ Rule = Callable[[Call, Labels], CallDims]
 
 
 def same_size(size: Any, other: Any) -> bool:
-    """Whether two sizes are known to be equal. Adds no guards."""
+    """Return whether two sizes are known to be equal. Adds no guards."""
     return statically_known_true(size == other)
 
 
 def is_one(size: Any) -> bool:
-    """Whether a size is known to be 1. Adds no guards."""
+    """Return whether a size is known to be 1. Adds no guards."""
     return same_size(size, 1)

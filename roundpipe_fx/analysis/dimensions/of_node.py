@@ -88,7 +88,7 @@ def _rule(node: fx.Node) -> Rule | None:
 
 
 def _is_plain(node: fx.Node, results: Sequence[torch.Tensor]) -> bool:
-    """Whether all tensors are strided, and known."""
+    """Return whether all tensors are strided, and known."""
     if any("val" not in operand.meta for operand in node.all_input_nodes):
         return False
     values = [value for operand in node.all_input_nodes for value in tensor_values(operand)]

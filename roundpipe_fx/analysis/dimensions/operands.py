@@ -66,7 +66,7 @@ class Call:
         return fx.node.map_arg(self._arguments[name], lambda node: node.meta.get("val"))
 
     def has(self, name: str) -> bool:
-        """Whether the operator has an argument of this name."""
+        """Return whether the operator has an argument of this name."""
         return name in self._arguments
 
     def shape(self, name: str) -> tuple[Any, ...]:

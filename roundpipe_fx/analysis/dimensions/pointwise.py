@@ -12,7 +12,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def is_pointwise(target: torch._ops.OpOverload) -> bool:
-    """Whether PyTorch itself calls an operator pointwise."""
+    """Return whether PyTorch itself calls an operator pointwise."""
     return target.namespace in ("aten", "prims") and has_tag(target, torch.Tag.pointwise)
 
 

@@ -34,7 +34,7 @@ class UnfitError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Divided:
-    """What one loop does.
+    """The operations of one loop.
 
     Attributes:
         region: whose operations these are.
@@ -53,7 +53,7 @@ class Divided:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopCost:
-    """What a loop costs.
+    """Bytes and seconds of a loop.
 
     Attributes:
         seconds: modelled, of all tiles.
@@ -68,7 +68,7 @@ class LoopCost:
 
 @dataclass(frozen=True, kw_only=True)
 class BodyCosts:
-    """How bodies are made and counted.
+    """Builds the bodies of loops and counts their costs.
 
     Attributes:
         model: of operations.
@@ -90,7 +90,7 @@ class BodyCosts:
 def divide(
     region: TileRegion, nodes: Iterable[fx.Node], results: Iterable[fx.Node], instead: Mapping[fx.Node, fx.Node]
 ) -> Divided:
-    """What a loop over these operations reads, with what others read of it."""
+    """Find the values that a loop over these operations reads, and those of its own that others read."""
     members = tuple(nodes)
     inside = set(members)
     operands = dict.fromkeys(instead.get(source, source) for source in sources_of(members) if source not in inside)
@@ -108,7 +108,7 @@ def divide(
 
 
 def sources_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """What some nodes read, each once, in the order in which they do."""
+    """Operands of some nodes, each once, in the order of reading."""
     return list(dict.fromkeys(source for node in nodes for source in input_nodes(node)))
 
 
@@ -121,7 +121,7 @@ def flat_shape(shape: Sequence[Any], rows: Rows) -> list[Any]:
 
 
 def is_flat(value: Any, rows: Rows) -> bool:
-    """Whether the rows of a value are evenly apart in memory."""
+    """Return whether the rows of a value are evenly apart in memory."""
     try:
         _flat(value, rows)
     except UnfitError:

@@ -48,14 +48,14 @@ class Scaled:
         return list(self.node.meta["val"].shape)
 
     def is_column(self, value: Any) -> bool:
-        """Whether a tensor has one entry for each row, in the same dimensions."""
+        """Return whether a tensor has one entry for each row, in the same dimensions."""
         column = [*self.shape[: self.place], 1, *self.shape[self.place + 1 :]]
         return isinstance(value, fx.Node) and is_tensor(value) and list(value.meta["val"].shape) == column
 
 
 @dataclass(frozen=True, kw_only=True)
 class Uses:
-    """How log-probabilities are used.
+    """Readers of log-probabilities.
 
     Attributes:
         scores: what the log-softmax reads.
@@ -84,7 +84,7 @@ def online_softmaxes(joint: JointGraph) -> dict[str, int]:
 
 
 def uses_of(joint: JointGraph, softmax: fx.Node) -> Uses | None:
-    """How a log-softmax is used; ``None``: not a log-softmax, or a reader needs all classes of a row together."""
+    """Find the readers of a log-softmax; ``None``: it is none, or a reader needs all classes of a row together."""
     if softmax.target is not aten._log_softmax.default:
         return None
     shape = softmax.meta["val"].shape
@@ -184,7 +184,7 @@ def _number(node: fx.Node) -> float | None:
 
 
 def _is_read(node: fx.Node, value: Scaled) -> bool:
-    """Whether an operation of the forward reads the log-probability of a label, or sums over classes."""
+    """Return whether an operation of the forward reads the log-probability of a label, or sums over classes."""
     packet, shape = getattr(node.target, "overloadpacket", None), value.shape
     if node.meta[Mark.PHASE] is not Phase.FORWARD or not node.args or node.args[0] is not value.node:
         return False

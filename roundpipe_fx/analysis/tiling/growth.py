@@ -135,7 +135,7 @@ class Growth:
         return True
 
     def _is_halfway(self, value: fx.Node, node: fx.Node) -> bool:
-        """Whether a sum over tiles, of what a node reads or makes, would be read before all tiles are added."""
+        """Return whether a sum over tiles, of what a node reads or makes, would be read before all tiles are added."""
         phase = node.meta[Mark.PHASE]
         made = value if value.target is not operator.getitem else value.args[0]
         if made is not node:
@@ -188,7 +188,7 @@ class Growth:
         return self.sizes[value]
 
     def _value(self, returned: set[fx.Node]) -> None:
-        """How many bytes need no longer exist at once.
+        """Bytes that need no longer exist at once.
 
         Nothing if what is read or returned by rows is wide too, or tiles of it are not one part of a dimension.
         """
@@ -221,7 +221,7 @@ class Growth:
 
 
 def _exists_anyway(value: fx.Node, returned: Collection[fx.Node]) -> bool:
-    """Whether the caller gives a value, or is given it, as it is or in another shape."""
+    """Return whether the caller gives a value, or is given it, as it is or in another shape."""
     size = elements(value)
     base = viewed(value)
     if elements(base) != size:
@@ -231,7 +231,7 @@ def _exists_anyway(value: fx.Node, returned: Collection[fx.Node]) -> bool:
 
 
 def _is_scaling(node: fx.Node) -> bool:
-    """Whether a node makes a single number of others."""
+    """Return whether a node makes a single number of others."""
     return (
         is_tensor(node)
         and may_be_divided(node)

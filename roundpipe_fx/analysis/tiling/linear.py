@@ -95,7 +95,7 @@ def proportional(nodes: Iterable[fx.Node], to: Collection[fx.Node]) -> frozenset
 
 
 def _kind(node: fx.Node, proportional: Mapping[fx.Node, bool]) -> bool | None:
-    """Whether a value is proportional; ``None``: neither that nor free of the scalar."""
+    """Return whether a value is proportional; ``None``: neither that nor free of the scalar."""
 
     def is_proportional(value: Any) -> bool:
         return isinstance(value, fx.Node) and proportional.get(value, False)
@@ -127,7 +127,7 @@ def _kind(node: fx.Node, proportional: Mapping[fx.Node, bool]) -> bool | None:
 
 
 def _is_zero(value: Any) -> bool:
-    """Whether a value is known to be zero."""
+    """Return whether a value is known to be zero."""
     if isinstance(value, fx.Node):
         packet = getattr(value.target, "overloadpacket", None)
         fill = value.args[1] if packet in (aten.full, aten.full_like) else value.args[0] if value.args else None

@@ -42,7 +42,7 @@ def _pairs(node: fx.Node, dimensions: Dimensions) -> list[tuple[fx.Node | None, 
 
 
 def described(node: fx.Node) -> Described | None:
-    """How an operation divides; ``None``: nobody knows."""
+    """Describe the dimensions of an operation; ``None``: they are not known."""
     dimensions = dimensions_of(node)
     return None if dimensions is None else (dimensions.mixed, _pairs(node, dimensions))
 
@@ -73,7 +73,7 @@ def rows_among(labels: _Labels, wanted: tuple[int, ...]) -> Rows | bool | None:
 
 
 def is_adjacent(rows: Rows) -> bool:
-    """Whether no other dimensions are between those of rows."""
+    """Return whether no other dimensions are between those of rows."""
     return rows[-1] - rows[0] == len(rows) - 1
 
 
@@ -86,7 +86,7 @@ def elements(node: fx.Node) -> int:
 
 
 def may_be_divided(node: fx.Node) -> bool:
-    """Whether an operation may be carried out on some rows after others, if it works on each alone."""
+    """Return whether an operation may be carried out on some rows after others, if it works on each alone."""
     return (
         node.op == "call_function"
         and isinstance(node.target, torch._ops.OpOverload)

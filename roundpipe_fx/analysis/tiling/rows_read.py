@@ -112,7 +112,7 @@ def row_slice_of(joint: JointGraph, node: fx.Node) -> RowSlice | None:
 
 
 def _is_slice(node: fx.Node) -> bool:
-    """Whether a node slices a computed value that nothing else of the forward reads."""
+    """Return whether a node slices a computed value that nothing else of the forward reads."""
     if node.target is not aten.slice.Tensor or not isinstance(node.args[0], fx.Node):
         return False
     source = node.args[0]
@@ -131,7 +131,7 @@ def _dim_of(node: fx.Node) -> int:
 
 
 def _is_kept_in_order(node: fx.Node) -> bool:
-    """Whether nothing depends on how a slice lies in memory, or decides something by it."""
+    """Return whether nothing depends on how a slice lies in memory, or decides something by it."""
     waiting, seen = [node], {node}
     while waiting:
         value = waiting.pop()
@@ -181,7 +181,7 @@ def _axis_in(sizes: list[Any], axis: tuple[int, int, int]) -> tuple[int, int, in
 
 
 class _SliceSearch:
-    """What can leave out rows with one slice, given where rows are.
+    """The search for values that can leave out rows with one slice, given where rows are.
 
     Args:
         joint: the graph.
@@ -209,7 +209,7 @@ class _SliceSearch:
         self.gradients: list[fx.Node] = []
 
     def run(self) -> RowSlice | None:
-        """What leaves out rows; ``None``: some of it could not."""
+        """Find the values that leave out rows; ``None``: one of them cannot."""
         if not self._makers():
             return None
         self.gradients = [other for other in self.joint.in_phase(Phase.BACKWARD) if self._is_gradient(other)]
@@ -234,7 +234,7 @@ class _SliceSearch:
         )
 
     def _is_gradient(self, other: fx.Node) -> bool:
-        """Whether a node is the backward of the slice."""
+        """Return whether a node is the backward of the slice."""
         if other.target is not aten.slice_backward.default or len(other.args) != 6:
             return False
         _, sizes, dim, *place = other.args
@@ -321,7 +321,7 @@ class _SliceSearch:
         return elements(value) <= _NARROW * elements(self.source)
 
     def _is_closed(self) -> bool:
-        """Whether nobody else reads what leaves out rows, and wide values that are read leave them out."""
+        """Return whether nobody else reads what leaves out rows, and wide values that are read leave them out."""
         inside = {self.node, *self.members}
         if not self.padded.keys().isdisjoint(self.narrow) or not self.members.isdisjoint(self.narrow):
             return False

@@ -114,7 +114,7 @@ class TileRegion:
 
     @functools.cached_property
     def _rounds_sums(self) -> bool:
-        """Whether sums over tiles have the digits of single precision."""
+        """Return whether sums over tiles have the digits of single precision."""
         sums = (node.meta["val"] for node in self.members if _is_sum(self, node))
         return any(value.is_floating_point() and value.dtype is not torch.float64 for value in sums)
 
@@ -156,7 +156,7 @@ class TileRegions:
         self._waiting = deque(node for node in by_width if _may_be_widest(node))
 
     def as_wide_as(self, least: int) -> list[TileRegion]:
-        """Those whose widest value has at least so many elements, the widest first; they do not overlap."""
+        """Regions whose widest value has at least a number of elements, the widest first; they do not overlap."""
         while self._waiting and self._sizes[self._waiting[0]] >= least:
             widest = self._waiting.popleft()
             if widest not in self._taken and widest not in self._seen:
@@ -181,7 +181,7 @@ class TileRegions:
         return self.regions[-1]
 
     def by_width(self) -> Iterator[list[TileRegion]]:
-        """What is found with ever narrower widest values: each time all so far, those of one more width last."""
+        """Yield regions with ever narrower widest values: each time all so far, those of one more width last."""
         while self._waiting:
             yield self.as_wide_as(self._sizes[self._waiting[0]])
 
@@ -223,7 +223,7 @@ class TileRegions:
 
 
 def _is_acyclic(joint: JointGraph, regions: Sequence[TileRegion]) -> bool:
-    """Whether the loops that stand for regions can run one after another, each as a whole."""
+    """Return whether the loops that stand for regions can run one after another, each as a whole."""
     loops: dict[fx.Node, Any] = {}
     for place, region in enumerate(regions):
         for node in set(region.members) - region.whole:
@@ -260,7 +260,7 @@ def _scalar(joint: JointGraph, region: TileRegion, tangential: Collection[fx.Nod
 
 
 def _is_long_sum(product: fx.Node) -> bool:
-    """Whether a matrix product, not of double precision, sums more terms than any kernel may add one by one."""
+    """Return whether a matrix product, not of double precision, sums more terms than any kernel may add one by one."""
     left = product.args[_PRODUCTS[product.target]]
     assert isinstance(left, fx.Node)
     terms = left.meta["val"].shape[-1]
@@ -290,7 +290,7 @@ def _may_be_widest(node: fx.Node) -> bool:
 
 
 def _is_large(node: fx.Node) -> bool:
-    """Whether a value is worth a loop."""
+    """Return whether a value is worth a loop."""
     value = node.meta["val"]
     return (
         value.is_floating_point()

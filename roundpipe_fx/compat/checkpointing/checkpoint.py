@@ -142,7 +142,7 @@ def _run_chain(functions: Sequence[Callable[..., Any]], value: Any) -> Any:
 
 
 def is_checkpointing() -> bool:
-    """Whether this thread is in the first pass of a checkpointed function.
+    """Return whether this thread is in the first pass of a checkpointed function.
 
     Compiled: whether the place is inside a checkpointed function.
 
@@ -156,7 +156,7 @@ def is_checkpointing() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Whether this thread is in the recomputation of a checkpointed function. ``False`` in a compiled model.
+    """Return whether this thread is in the recomputation of a checkpointed function. ``False`` in a compiled model.
 
     Returns:
         ``True`` in the recomputation, else ``False``.

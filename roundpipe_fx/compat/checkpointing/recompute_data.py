@@ -64,7 +64,7 @@ def save_for_recompute(*data: Any) -> None:
 
 
 def doing_recompute() -> bool:
-    """Whether this thread is recomputing a checkpointed layer. ``False`` in a compiled model.
+    """Return whether this thread is recomputing a checkpointed layer. ``False`` in a compiled model.
 
     Returns:
         ``True`` in the recomputation of a layer, else ``False``.

@@ -108,11 +108,11 @@ class Tape:
 
     @property
     def lives(self) -> bool:
-        """Whether any storage allocated here is alive."""
+        """Return whether any storage allocated here is alive."""
         return any(number in self._versions for number in self._numbers.values())
 
     def writes(self, number: int) -> int:
-        """How often the scope has updated a storage in place."""
+        """Number of times that the scope has updated a storage in place."""
         return sum(number in step.writes for step in self._steps)
 
     def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

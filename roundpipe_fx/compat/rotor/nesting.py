@@ -42,7 +42,7 @@ class Rerun:
 
 
 def nest(sequence: Sequence, length: int) -> tuple[Kept | Rerun, ...]:
-    """How the layers of a chain run in the forward.
+    """Choose how the layers of a chain run in the forward.
 
     Args:
         sequence: of a chain with ``length`` layers and a loss.

@@ -136,7 +136,7 @@ class _ListInBatch:
     is_uniform: bool
 
     def has_item_for_each_of(self, samples: int | None) -> bool:
-        """Whether there may be an item for each sample, of several."""
+        """Return whether there may be an item for each sample, of several."""
         return self.is_uniform and len(self.value) == samples != 1
 
     @property

@@ -56,7 +56,7 @@ _MERGE_OUTPUT = "merge_output=a function that gets the list of the microbatches'
 
 @dataclass(frozen=True)
 class _Merge:
-    """How outputs are merged.
+    """Merges outputs of microbatches.
 
     Attributes:
         specs: by path.
@@ -98,7 +98,7 @@ class _Merge:
         )
 
     def _has_item_for_each_row(self, values: list[Any], label: str) -> bool:
-        """Whether lists have an item for each row, instead of tensors with all rows.
+        """Return whether lists have an item for each row, instead of tensors with all rows.
 
         Raises:
             ValueError: both may be.
@@ -177,7 +177,7 @@ class _Merge:
             )
 
     def _constant(self, values: list[Any], label: str) -> Any:
-        """What is equal in all microbatches."""
+        """Return the value that is equal in all microbatches."""
         first = values[0]
         kind = type(first).__name__
         if not isinstance(first, nn.Module) and holds_tensors(first):
@@ -218,7 +218,7 @@ def _is_equal(value: Any, other: Any) -> bool:
 
 
 def _are_the_same(values: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors are one: a parameter, a buffer, or an input that every microbatch gets whole."""
+    """Return whether tensors are one: a parameter, a buffer, or an input that every microbatch gets whole."""
     first = values[0]
     if all(value is first for value in values):
         return True

@@ -190,7 +190,7 @@ def _split_dim(whole: torch.Tensor, part: torch.Tensor) -> int:
 
 
 def sizes_differ(pieces: Sequence[Any]) -> bool:
-    """Whether tensors of some microbatches have other shapes than the first one's.
+    """Return whether tensors of some microbatches have other shapes than the first one's.
 
     Args:
         pieces: of each microbatch, any tree.
@@ -389,7 +389,7 @@ def check_offsets(inputs: Sequence[tuple[str, Any, bool]]) -> None:
 
 
 def _look_like_offsets(value: torch.Tensor, sizes: set[int]) -> bool:
-    """Whether elements are those of offsets; they are read on the CPU only, where the host does not wait for them."""
+    """Test for the elements of offsets; they are read on the CPU only, where the host does not wait for them."""
     if type(value) is not torch.Tensor or value.device.type != "cpu" or len(value) < 3:
         return False
     last = int(value[-1])

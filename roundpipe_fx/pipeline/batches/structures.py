@@ -48,7 +48,7 @@ class Container:
     has_attributes: bool = False
 
     def text_of(self, key: Any) -> str:
-        """How a program would refer to a part."""
+        """The expression by which a program would refer to a part."""
         return f".{key}" if self.has_attributes else f"[{key!r}]"
 
 
@@ -164,7 +164,7 @@ def _slots_of(kind: type) -> Sequence[str]:
 
 
 def _hides(value: Any, beside: Mapping[str, Any]) -> bool:
-    """Whether attributes of a container hold tensors beside its items."""
+    """Return whether attributes of a container hold tensors beside its items."""
     return bool(beside) and beside is not value and holds_tensors(dict(beside))
 
 
@@ -173,7 +173,7 @@ _NOT_SEARCHED = (nn.Module, types.ModuleType, types.FunctionType, types.BuiltinF
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether tensors or arrays can be reached from a value; those of modules and functions do not count."""
+    """Return whether tensors or arrays can be reached from a value; those of modules and functions do not count."""
     seen: set[int] = set()
     left = [value]
     while left:

@@ -101,12 +101,12 @@ def check_unchanged(captured: CapturedCalls, index: int, graph: PipelinedGraph, 
 
 
 def _same_tensor(now: torch.Tensor, then: torch.Tensor) -> bool:
-    """Whether two tensors are the same: one that is updated in place stays the same, a newly assigned one does not."""
+    """Test for the same tensor: one that is updated in place stays the same, a newly assigned one does not."""
     return now is then or now.is_set_to(then)
 
 
 def _same_number(now: Any, then: Any) -> bool:
-    """Whether two numbers are the same, tensors or not."""
+    """Return whether two numbers are the same, tensors or not."""
     now, then = (value.item() if isinstance(value, torch.Tensor) else value for value in (now, then))
     return bool(now == then or (now != now and then != then))
 
@@ -142,7 +142,7 @@ def _numbered(source: Source | None, numbers: dict[str, dict[int, int]]) -> Sour
 
 
 def _are_cut_alike(first: PipelinedGraph, other: PipelinedGraph) -> bool:
-    """Whether microbatches have the same stages: one schedule runs them all."""
+    """Return whether microbatches have the same stages: one schedule runs them all."""
     # In a backward a stage may have nothing to do for one shape: a sum over a single row is no operation.
     forwards, others = ({s for s in g.main.steps if s[0] is ActionKind.FORWARD} for g in (first, other))
     return forwards == others

@@ -119,7 +119,7 @@ def explaining_breaks(model: nn.Module, call: Callable[..., T], /, *args: Any, *
 
 
 def _causes(model: nn.Module, text: str) -> Iterator[str]:
-    """What may have ended the graph, and what to do; the most certain first."""
+    """Possible causes of the graph's end, and what to do; the most certain first."""
     modules = [(name or "the model", module) for name, module in model.named_modules()]
     offloaded = [name for name, module in modules if hasattr(module, "_hf_hook")]
     if offloaded:

@@ -104,7 +104,7 @@ def hand_to_autograd(
 
 
 def has_hooks(value: torch.Tensor) -> bool:
-    """Whether functions of the user's are called with a tensor's gradient."""
+    """Return whether functions of the user's are called with a tensor's gradient."""
     return bool(value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None))
 
 
@@ -169,7 +169,7 @@ def _unshared(
 
 
 def _fill(values: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors in the same memory have different elements, and leave none of it but what aligns them."""
+    """Return whether tensors in the same memory have different elements, and leave none of it but what aligns them."""
     if len(values) == 1:
         return values[0].untyped_storage().nbytes() == values[0].nbytes
     end = 0

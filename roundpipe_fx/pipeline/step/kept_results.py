@@ -111,7 +111,7 @@ class KeptResults:
         return self._known(graph) is False
 
     def _is_derived_weight(self, name: str, value: torch.Tensor) -> bool:
-        """Whether a value is computed from a parameter of its module (``spectral_norm``), not from the batch."""
+        """Return whether a value is computed from a parameter of its module (``spectral_norm``), not from the batch."""
         try:
             module = self._model.get_submodule(name.rpartition(".")[0])
         except AttributeError:

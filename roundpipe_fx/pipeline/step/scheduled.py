@@ -92,7 +92,7 @@ def check_together(
 
 
 class Scheduled(NamedTuple):
-    """What workers run.
+    """The instructions that workers run.
 
     Attributes:
         instructions: of each device.
@@ -180,7 +180,7 @@ class Unfitting:
 def kept_of(
     schedule: Schedule, instructions: Sequence[Sequence[Instruction]], kept: Sequence[KeptGathered]
 ) -> list[list[KeptGathered]]:
-    """What stays gathered on each rank, by positions of its instructions.
+    """Tensors that stay gathered on each rank, by positions of its instructions.
 
     Args:
         schedule: the schedule of a whole step, whose positions are given.

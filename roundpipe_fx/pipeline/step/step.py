@@ -63,7 +63,7 @@ _BACKWARD = (ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.BACKWARD_INPU
 
 @dataclass(frozen=True)
 class Splitting:
-    """How batches are split and outputs merged; ``None``: by convention.
+    """Functions that split batches and merge outputs; ``None``: by convention.
 
     For specifications see :mod:`roundpipe_fx.pipeline.batches.microbatch`.
 
@@ -80,7 +80,7 @@ class Splitting:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """What :meth:`roundpipe_fx.CompiledModule.forward_backward` is given.
+    """Arguments of :meth:`roundpipe_fx.CompiledModule.forward_backward`.
 
     Attributes:
         args: for the model.

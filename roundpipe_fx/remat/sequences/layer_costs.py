@@ -51,7 +51,7 @@ class Chain:
 
     @property
     def length(self) -> int:
-        """How many layers."""
+        """Number of layers."""
         return len(self.forward)
 
     def in_slots(self, slot: float) -> Chain:

@@ -109,7 +109,7 @@ class Sequence(collections.abc.Sequence[SequenceOperation]):
         return f"{len(self)} operations{made}: {shown}{rest}"
 
     def seconds(self, chain: Chain) -> float:
-        """What it takes on a chain.
+        """Seconds on a chain.
 
         Args:
             chain: the chain, with the seconds of each layer.
