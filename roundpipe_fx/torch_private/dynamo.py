@@ -26,7 +26,6 @@ __all__ = [
     "PassedThrough",
     "RecompileLimit",
     "UserLine",
-    "allowed_in_graph",
     "checkpoint_body",
     "compiled_in_place_by_us",
     "enter_around_compilations",
@@ -117,24 +116,6 @@ def enter_around_compilations(by_others: Callable[[CodeType, Sequence[torch.nn.M
 
     compile_frame_in_context.roundpipe_fx = True  # type: ignore[attr-defined]
     CatchErrorsWrapper.__call__ = compile_frame_in_context  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def allowed_in_graph(function: Callable[..., Any]) -> Iterator[None]:
-    """Context manager in which Dynamo puts calls of a function, or of an ``autograd.Function``, in the graph.
-
-    ``torch.compiler.allow_in_graph`` does so for all compilations of the process.
-    """
-    from torch._dynamo.trace_rules import _allowed_callable_ids, is_callable_allowed
-
-    if is_callable_allowed(function):
-        yield
-        return
-    _allowed_callable_ids.add(id(function))
-    try:
-        yield
-    finally:
-        _allowed_callable_ids.remove(id(function))
 
 
 def graph_break(module: fx.GraphModule) -> Any | None:

@@ -1,4 +1,4 @@
-"""Flags of Dynamo, set for our compilations only."""
+"""Flags of Dynamo, and functions that it does not trace, set for our compilations only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from roundpipe_fx.torch_private.random_branches import install_known_branches
 from roundpipe_fx.torch_private.tracing_patches import break_at_transformed_functions, keep_float_updates
 from roundpipe_fx.torch_private.tracing_retries import install_retries
 
-__all__ = ["dynamo_flags", "is_ours"]
+__all__ = ["allowed_in_graph", "dynamo_flags", "is_ours"]
 
 # Methods through which libraries log inside ``forward`` (Hugging Face does); tracing skips the calls.
 _LOGGER_METHODS = ("debug", "info", "warning", "warn", "warning_once", "info_once", "warning_advice", "error")
@@ -81,6 +82,33 @@ def dynamo_flags(pipelined: bool = False) -> Iterator[None]:
             yield
     finally:
         _local.flags_are_set = False
+
+
+_allowed: Counter[int] = Counter()
+"""By the identity of a function, the number of compilations that allow it in graphs."""
+
+
+@contextlib.contextmanager
+def allowed_in_graph(function: Callable[..., Any]) -> Iterator[None]:
+    """Context manager in which Dynamo puts calls of a function, or of an ``autograd.Function``, in the graph.
+
+    ``torch.compiler.allow_in_graph`` does so for all compilations of the process.
+    """
+    from torch._dynamo.trace_rules import _allowed_callable_ids, is_callable_allowed
+
+    key = id(function)
+    with patching:
+        is_users = is_callable_allowed(function) and not _allowed[key]
+        if not is_users:
+            _allowed[key] += 1
+            _allowed_callable_ids.add(key)
+    try:
+        yield
+    finally:
+        with patching:
+            _allowed[key] -= not is_users
+            if not is_users and not _allowed[key]:
+                _allowed_callable_ids.remove(key)
 
 
 @functools.cache

@@ -62,7 +62,18 @@ def test_other_compilations_are_left_alone() -> None:
     assert chunked_logprob._use_triton.__module__ == "trl.kernels.chunked_logprob"
 
 
-def test_a_function_that_is_allowed_stays_so() -> None:
+def test_a_function_is_allowed_until_the_last_compilation_ends() -> None:
     with torch_private.allowed_in_graph(ChunkedLogProbFunction):
         roundpipe_fx.compile(_Head(), fullgraph=True)(torch.randn(4, _WIDTH), torch.randint(_WORDS, (4,)))
         assert is_callable_allowed(ChunkedLogProbFunction)
+    assert not is_callable_allowed(ChunkedLogProbFunction)
+
+
+def test_what_the_user_allows_stays_allowed() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    torch.compiler.allow_in_graph(function)
+    with torch_private.allowed_in_graph(function):
+        pass
+    assert is_callable_allowed(function)
