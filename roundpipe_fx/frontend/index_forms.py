@@ -75,7 +75,10 @@ def pure_operation(node: fx.Node) -> str | None:
     if "out" in node.kwargs:
         return None
     if node.op == "call_method":
-        return str(node.target) if node.target in _PURE else None
+        name = str(node.target)
+        if name.startswith("__") and name.endswith("__"):  # as torch 2.11 has comparisons
+            name = name[2:-2]
+        return name if name in _PURE else None
     if node.op != "call_function":
         return None
     name = str(getattr(node.target, "__name__", ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import peft
 import pytest
 import torch
 import transformers
+from accelerate.utils.operations import convert_outputs_to_fp32
 from torch import nn
 
 import roundpipe_fx
@@ -201,8 +203,10 @@ def test_accelerator(prepare_first: bool) -> None:
 def test_plans_of_a_model_in_place_whose_forward_accelerate_has_wrapped() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     model.compile(backend="roundpipe_fx", options={"memory_budget": 0.5})
-    prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
-    prepared(torch.randn(4, 8)).mean().backward()
+    # As ``Accelerator(mixed_precision="bf16").prepare`` does; its state cannot be changed in a process.
+    under_autocast = torch.autocast("cpu", dtype=torch.bfloat16)(nn.Sequential.forward)
+    model.forward = types.MethodType(convert_outputs_to_fp32(under_autocast), model)  # type: ignore[method-assign]
+    model(torch.randn(4, 8)).mean().backward()
     (plan,) = roundpipe_fx.plans(model)
     assert plan.training
 

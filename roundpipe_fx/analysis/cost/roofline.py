@@ -177,7 +177,27 @@ def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> int:
         return 0
     args, kwargs, out = tree_map(_shape, (args, kwargs, result))
     computed, counted = _scores(target, args, kwargs)
-    return int(formula(*args, **kwargs, out_val=out)) * computed // counted
+    return int(formula(*_with_all_heads(target, args), **kwargs, out_val=out)) * computed // counted
+
+
+def _with_all_heads(target: Any, args: Sequence[Any]) -> list[Any]:
+    """Arguments of grouped attention with a head of keys and values for each of the queries': what kernels compute.
+
+    Before torch 2.12, PyTorch's formulas refuse groups.
+
+    Args:
+        target: any operator.
+        args: its arguments by position, shapes instead of tensors.
+    """
+    args = list(args)
+    if isinstance(target, torch._ops.OpOverload):
+        places = {argument.name: place for place, argument in enumerate(target._schema.arguments)}
+        if places.keys() >= {"query", "key", "value"} and max(places["query"], places["value"]) < len(args):
+            queries = args[places["query"]]
+            for name in ("key", "value"):
+                batch, _, *rest = args[places[name]]
+                args[places[name]] = torch.Size([batch, queries[1], *rest])
+    return args
 
 
 def _scores(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
