@@ -3,22 +3,22 @@
 Simulated operation by operation, a program of such stages needs too much: values that kernels compute and read inside
 count in full, and results overwrite nothing. The code says what is really allocated
 (:mod:`roundpipe_fx.analysis.wrapper_memory`), but writing it takes a while, so few plans are judged by it. The
-planner's schedules are in order of what they recompute, and their peaks fall in that order; between two that were
-judged, a peak is estimated from what the operations need::
+planner's schedules are in order of what they recompute, and their peaks fall in that order. What code needs less than
+its operations is much the same for all, so between two that were judged it is interpolated::
 
     schedules           1     2     3     4     5     6          limit 5
     operations need     9     8     7     6     5     4          5 is the first within the limit by these
-    the code needs                            [3.3]              so others are estimated to need 0.66 times as much
-    the code needs     [6.0]                                     estimated 5.9: it recomputes nothing, and is judged
-    estimated                 5.3   4.7   4.0
-    the code needs                 [4.8]                         fits; for 2, 5.4 is estimated: 3 is taken
+    the code needs                            [3.3]              so others are estimated to need 1.7 less
+    estimated          7.3   6.3   5.3   4.3                     4 is the first within the limit by these
+    the code needs                     [4.1]                     so they are estimated to need 1.9 less
+    estimated          7.1   6.1   5.1                           none is within the limit: 4 is taken
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -37,12 +37,13 @@ from roundpipe_fx.planner.with_host import has_host
 from roundpipe_fx.remat.choose import Chosen, Unmet, choices, refusal, unmet_by
 from roundpipe_fx.runtime.compiled_memory import follow_compiled
 
-_JUDGED = 5
+_JUDGED = 3
 """Schedules that are judged for a budget, at most, beside the ends of a share and the last one."""
-_ROUGHLY = 1.03
-"""A schedule is judged if it is estimated to need at most so many times the limit."""
-_VERY_ROUGHLY = 1.25
-"""The same for the first one, from which on others are estimated better."""
+_CAUTIOUS = 0.99
+"""Once an estimate was too low, the next schedule is one that is estimated to need at most so much of the limit."""
+_ROUGHLY = 1.1
+"""The first schedule, which recomputes nothing, is judged if it is estimated to need at most so many times the limit.
+"""
 
 
 def has_code(setting: Setting) -> bool:
@@ -68,26 +69,35 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
     """
     graph = CutProgram.of(cut(joint, setting), setting)
     plans = choices(graph.operations, budget, 1.0, graph.whole)
-    operations = [plan.candidate.peak.bytes for plan in plans]
     last = len(plans) - 1
 
     @functools.cache
+    def emitted(place: int) -> Evaluation[Lowered]:
+        plan = plans[place]
+        chosen = dataclasses.replace(plan, limit=max(plan.limit, plan.candidate.peak.bytes))
+        return graph.evaluate(Candidate(chosen))
+
+    @functools.cache
     def judged(place: int) -> Evaluation[Lowered]:
-        chosen = dataclasses.replace(plans[place], limit=max(plans[place].limit, operations[place]))
-        return _judged(graph.evaluate(Candidate(chosen)))
+        return _judged(emitted(place))
+
+    def operations(place: int) -> int:
+        return emitted(place).peak
 
     def peak(place: int) -> int:
         return judged(place).peak
 
+    known: dict[int, int] = {}
     if isinstance(budget, int):
-        known: dict[int, int] = {}
         limit = int(budget * setting.share)
-        first = next((place for place in range(last) if operations[place] <= limit), last)
+        within = _first_within(range(last), operations, limit)
+        first = last if within is None else within
     else:
-        known = {place: peak(place) for place in ({last} if budget == 0.0 else {0, last})}
+        ends = {0.0: {last}, 1.0: {0}}.get(budget, {0, last})
+        known = {place: peak(place) for place in ends}
         limit = int(limit_of(budget, min(known.values()), max(known.values())) * setting.share)
         first = 0 if budget == 1.0 else last
-    place = least_recomputed(operations, peak, limit, first, known)
+    place = least_recomputed(len(plans), operations, peak, limit, first, known)
     if place is None and isinstance(budget, int):
         # The last schedule is judged for any budget that no other one keeps, so what it needs is always named.
         return _unmet(dataclasses.replace(plans[last], limit=limit), peak(last), budget)
@@ -95,12 +105,18 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
 
 
 def least_recomputed(
-    operations: Sequence[int], judge: Callable[[int], int], limit: int, first: int, judged: Mapping[int, int]
+    count: int,
+    operations: Callable[[int], int],
+    judge: Callable[[int], int],
+    limit: int,
+    first: int,
+    judged: Mapping[int, int],
 ) -> int | None:
     """The first schedule whose code is within a limit, as far as a few that are judged say.
 
     Args:
-        operations: bytes of each schedule's operations, the least recomputation first.
+        count: of schedules, the least recomputation first.
+        operations: gives the bytes of the operations of a schedule's programs.
         judge: gives the bytes of a schedule's code.
         limit: bytes.
         first: the schedule that is judged first.
@@ -110,37 +126,47 @@ def least_recomputed(
         its number; ``None``: those that were judged, the last one among them, need more.
     """
     known = dict(judged)
-    tried = first
+    tried, estimated, most = first, False, float(limit)
     for _ in range(_JUDGED):
-        known[tried] = judge(tried)
+        if tried not in known:
+            known[tried] = judge(tried)
+        if estimated and known[tried] > limit:
+            most = _CAUTIOUS * limit
         above = max((place for place, size in known.items() if size > limit), default=-1)
         best = min((place for place, size in known.items() if size <= limit and place > above), default=None)
-        end = len(operations) if best is None else best
+        end = count if best is None else best
         rest = [place for place in range(above + 1, end) if place not in known]
         if not rest:
             break
-        allowed = (_VERY_ROUGHLY if not place else _ROUGHLY for place in rest)
-        expected = (_expected(operations, known, place) for place in rest)
-        within = (size <= most * limit for size, most in zip(expected, allowed, strict=True))
-        close = next(itertools.compress(rest, within), None)
+        expected = functools.partial(_expected, operations, known)
+        if not rest[0] and most < expected(0) <= _ROUGHLY * limit:
+            tried, estimated = 0, False
+            continue
+        close = _first_within(rest, expected, most)
         if close is None and best is not None:
             break
-        tried = rest[-1] if close is None else close
+        tried, estimated = (rest[-1], False) if close is None else (close, True)
     if all(size > limit for size in known.values()):
-        known[len(operations) - 1] = judge(len(operations) - 1)
+        known[count - 1] = judge(count - 1)
     return min((place for place, size in known.items() if size <= limit), default=None)
 
 
-def _expected(operations: Sequence[int], known: Mapping[int, int], place: int) -> float:
+def _first_within(places: Sequence[int], needs: Callable[[int], float], limit: float) -> int | None:
+    """The first place from which on no more is needed than a limit, by bisection."""
+    number = bisect.bisect_left(places, True, key=lambda place: needs(place) <= limit)
+    return places[number] if number < len(places) else None
+
+
+def _expected(operations: Callable[[int], int], known: Mapping[int, int], place: int) -> float:
     """Bytes of a schedule's code, estimated from those that are known on either side, or on one."""
     earlier = max((other for other in known if other < place), default=None)
     later = min((other for other in known if other > place), default=None)
     if earlier is None or later is None:
         near = later if earlier is None else earlier
         assert near is not None
-        return known[near] * operations[place] / operations[near]
-    high, low = operations[earlier], operations[later]
-    part = (operations[place] - low) / (high - low) if high > low else 0.0
+        return operations(place) + known[near] - operations(near)
+    high, low = operations(earlier), operations(later)
+    part = (operations(place) - low) / (high - low) if high > low else 0.0
     return known[later] + part * (known[earlier] - known[later])
 
 

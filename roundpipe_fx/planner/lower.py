@@ -110,6 +110,8 @@ def lower(
             if training
             else emit(joint, setting)
         )
+        if has_code(setting):
+            lowered = by_code(lowered)
     if isinstance(setting.costs, MeasuredCosts):
         setting.costs.save()
     write_trials(setting.device)

@@ -82,6 +82,7 @@ def inductor(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import make_fx
 
     example_inputs = _with_names(example_inputs)
@@ -98,6 +99,7 @@ def inductor(
         torch.no_grad(),
         tracing(context),
         V.set_fake_mode(mode),
+        _use_lazy_graph_module(True),  # as within Dynamo: keys of Inductor's cache depend on it
         config.patch({**(options or {}), "fallback_random": True}),
         caching.patch(cache_key_tag=tag),
     ):
@@ -164,7 +166,8 @@ def inductor_code(
 ) -> str:
     """The Python code that Inductor writes for a graph, with kernels that are not compiled.
 
-    Inductor's cache of graphs is switched off meanwhile: it would keep what cannot run.
+    Inductor's cache of graphs keeps it, as of any graph; who compiles the same graph later finds the code written, and
+    only the kernels are left to compile.
 
     Args:
         module: the graph.
@@ -178,22 +181,22 @@ def inductor_code(
     """
     from unittest import mock
 
-    from torch._inductor import config
-    from torch._inductor.graph import GraphLowering
+    from torch._inductor.codecache import PyCodeCache
 
     written: list[str] = []
-    compile_to_module, thread = GraphLowering.compile_to_module, threading.get_ident()
+    load, thread = PyCodeCache.load_by_key_path, threading.get_ident()
 
-    def write(graph: GraphLowering) -> Any:
-        if threading.get_ident() != thread:
-            return compile_to_module(graph)
-        written.append(graph.codegen()[0].value)
-        return types.SimpleNamespace(call=lambda *_: None, __file__="")
+    def note(key: str, path: str, linemap: Any = None, attrs: Any = None, **settings: Any) -> Any:
+        # What Inductor tries out while it writes has no attributes.
+        if threading.get_ident() != thread or attrs is None:
+            return load(key, path, linemap, attrs, **settings)
+        with open(path) as file:
+            written.append(file.read())
+        return types.SimpleNamespace(call=lambda *_: None, __file__=path)
 
     with (
         _writing,  # what one thread has put in place, another one would put back
-        mock.patch.object(GraphLowering, "compile_to_module", write),
-        config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        mock.patch.object(PyCodeCache, "load_by_key_path", note),
     ):
         inductor(module, example_inputs, decompositions, donated, options)
     return written[-1]
