@@ -300,7 +300,7 @@ class _OnOneDevice(_Compilation):
             device_type=device.type,
             see=see,
             outside=outside,
-            updates=lowered.updates,
+            released=[*lowered.updates, *sorted(lowered.joint.dropped)],
             graph=lowered.joint.module.graph,
         )
 

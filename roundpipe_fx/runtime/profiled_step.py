@@ -15,7 +15,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.codegen import Program
-from roundpipe_fx.ir.joint_graph import tensor_values
+from roundpipe_fx.ir.joint_graph import tensor_values, viewed
 from roundpipe_fx.runtime.stage_compiler import Boxed
 from roundpipe_fx.torch_private import ProfiledMemory, planned_sizes, profile_memory, profiler_runs
 
@@ -29,7 +29,8 @@ class ProfiledStep:
         device_type: ``"cpu"`` or ``"cuda"``.
         see: called after each program with the peak bytes of the step so far, beyond those allocated when it began.
         outside: bytes that are allocated between the two programs, and held until the end.
-        updates: numbers of the forward's results that the caller copies into inputs and frees.
+        released: numbers of the forward's results that the caller frees before the backward: it copies them into inputs,
+            or drops them.
         graph: the graph that the programs were emitted from.
     """
 
@@ -40,12 +41,12 @@ class ProfiledStep:
         device_type: str,
         see: Callable[[int], None],
         outside: int,
-        updates: Collection[int],
+        released: Collection[int],
         graph: fx.Graph,
     ) -> None:
         results = {node for node in forward.results if isinstance(node, fx.Node)}
         self._arriving = [place for place, node in enumerate(backward.inputs) if node not in results]
-        self._dropped = [node for place in updates if isinstance(node := forward.results[place], fx.Node)]
+        self._released = tensor_bytes(_freed(forward, released))
         self._device_type = device_type
         self._see = see
         self._outside = outside
@@ -57,8 +58,7 @@ class ProfiledStep:
         """Wrap the forward program so that it is profiled."""
 
         def see(memory: ProfiledMemory) -> None:
-            dropped = [value for node in self._dropped for value in tensor_values(node)]
-            self._left = memory.left - tensor_bytes(dropped) + self._outside
+            self._left = memory.left - self._released + self._outside
             self._see(memory.peak)
 
         return self._profiled(run, self._forward_sizes, lambda _: see)
@@ -96,3 +96,11 @@ class ProfiledStep:
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
+
+
+def _freed(forward: Program, released: Collection[int]) -> list[torch.Tensor]:
+    """Memory of results that no other result refers to; inputs stay."""
+    bases = [viewed(node) if isinstance(node, fx.Node) else None for node in forward.results]
+    held = {*forward.inputs, *(base for place, base in enumerate(bases) if place not in released)}
+    freed = dict.fromkeys(base for place in released if (base := bases[place]) is not None and base not in held)
+    return [value for base in freed for value in tensor_values(base)]

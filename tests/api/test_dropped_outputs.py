@@ -229,6 +229,22 @@ def test_in_place() -> None:
     assert plan.dropped_bytes == _SCORES and measured == plan.peak_bytes
 
 
+def test_scores_that_are_dropped_and_computed_again_are_no_excess_of_compiled_stages() -> None:
+    """A cap on scores is computed again, so the backward reads nothing that the forward returned."""
+
+    class Capped(_Head):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scores = 30 * torch.tanh(self.head(self.layers(x)) / 30)
+            return F.cross_entropy(scores, y), scores
+
+    _, *batch = _made()
+    own = Capped(3, 32)
+    model = roundpipe_fx.compile(own, memory_budget=0.0, stage_compiler="inductor")
+    measured = [_peak(_drop, own, model, *batch) for _ in range(4)][-1]
+    assert model.plan.dropped_bytes == _SCORES and len(model.plans) == 2
+    assert measured <= model.plan.peak_bytes <= min(model.plan.budget, 1.01 * measured)
+
+
 class _Returning(_Head):
     """Returns its input beside the loss."""
 
