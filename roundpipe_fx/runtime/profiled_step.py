@@ -29,8 +29,8 @@ class ProfiledStep:
         device_type: ``"cpu"`` or ``"cuda"``.
         see: called after each program with the peak bytes of the step so far, beyond those allocated when it began.
         outside: bytes that are allocated between the two programs, and held until the end.
-        released: numbers of the forward's results that the caller frees before the backward: it copies them into inputs,
-            or drops them.
+        released: numbers of the forward's results that the caller frees before the backward: it copies them into
+            inputs, or drops them.
         graph: the graph that the programs were emitted from.
     """
 
