@@ -35,12 +35,14 @@ from benchmarks.side_by_side import RESULTS, Case, build, checkpoint_blocks, rep
 from benchmarks.side_by_side import cases as small_vocabularies
 
 _SMALL, _LARGE = 1024, 32768
-_TITLE = "resident MB (planned) / processor seconds of a step / seconds of the first step, one thread"
+FIGURES = "resident MB (planned) / processor seconds of a step / seconds of the first step, one thread"
 
 _Way = Callable[[nn.Module, Case], Callable[..., Any]]
 
 
-def _compiled(budget: float = 1.0) -> _Way:
+def compiled_by_torch(budget: float = 1.0) -> _Way:
+    """``torch.compile``, with a budget for what is saved."""
+
     def way(model: nn.Module, _: Case) -> Callable[..., Any]:
         functorch_config.activation_memory_budget = budget
         return torch.compile(model)
@@ -48,19 +50,20 @@ def _compiled(budget: float = 1.0) -> _Way:
     return way
 
 
-def _ours(budget: float | None) -> _Way:
+def compiled_by_us(budget: float | None) -> _Way:
+    """Ours, with stages that Inductor compiles."""
     return lambda model, _: roundpipe_fx.compile(model, memory_budget=budget, stage_compiler="inductor")
 
 
 WAYS: dict[str, _Way] = {
     "checkpoint per block": lambda model, case: checkpoint_blocks(model, case.blocks),
-    "torch.compile": _compiled(),
-    "torch.compile 0.5": _compiled(0.5),
-    "torch.compile 0.0": _compiled(0.0),
-    "ours": _ours(None),
-    "ours 1.0": _ours(1.0),
-    "ours 0.5": _ours(0.5),
-    "ours 0.0": _ours(0.0),
+    "torch.compile": compiled_by_torch(),
+    "torch.compile 0.5": compiled_by_torch(0.5),
+    "torch.compile 0.0": compiled_by_torch(0.0),
+    "ours": compiled_by_us(None),
+    "ours 1.0": compiled_by_us(1.0),
+    "ours 0.5": compiled_by_us(0.5),
+    "ours 0.0": compiled_by_us(0.0),
 }
 """Ways to compile a model; the number in a name is the memory budget."""
 
@@ -169,7 +172,7 @@ def _text_cases() -> list[Case]:
             case = Case(
                 f"{name}, {words // 1024} K words",
                 lambda make=make, words=words: make(words),  # type: ignore[misc]
-                lambda words=words, batch=batch: _tokens(words, batch, 256),  # type: ignore[misc]
+                lambda words=words, batch=batch: tokens(words, batch, 256),  # type: ignore[misc]
                 names,
                 "",
             )
@@ -183,9 +186,10 @@ def _text_cases() -> list[Case]:
     return [*cases, alone, narrow]
 
 
-def _tokens(words: int, batch: int, length: int) -> dict[str, Any]:
-    tokens = torch.randint(words, (batch, length), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": tokens, "labels": tokens}
+def tokens(words: int, batch: int, length: int) -> dict[str, Any]:
+    """A batch of random tokens."""
+    drawn = torch.randint(words, (batch, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": drawn, "labels": drawn}
 
 
 def _images(*shape: int) -> dict[str, Any]:
@@ -224,12 +228,12 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.one:
         name, way = asked.one
-        print(json.dumps(_measured(by_name[name], WAYS[way])))
+        print(json.dumps(measured(by_name[name], WAYS[way])))
         return
-    measured = {row["model"]: row for row in _stored()}
+    rows = {row["model"]: row for row in _stored()}
     for name in asked.models:
-        measured[name] = _row(name, asked.ways)
-        report("inductor", _TITLE, [measured[name] for name in by_name if name in measured])
+        rows[name] = _row(name, asked.ways)
+        report("inductor", FIGURES, [rows[name] for name in by_name if name in rows])
 
 
 def _stored() -> list[dict[str, Any]]:
@@ -243,18 +247,31 @@ def _row(name: str, ways: list[str]) -> dict[str, Any]:
     row: dict[str, Any] = {"model": name, **dict.fromkeys(WAYS, "")}
     for way in ways:
         found = in_a_process("inductor", "--one", name, way)
-        row[way] = found if isinstance(found, str) else _cell(**found)
+        row[way] = found if isinstance(found, str) else cell(**found)
         print(f"{name}, {way}: {row[way]}", file=sys.stderr, flush=True)
     return row
 
 
-def _cell(bytes: int, planned: int | None, seconds: float, first: float) -> str:
+def cell(bytes: int, planned: int | None, seconds: float, first: float) -> str:
+    """What was measured, as text.
+
+    Args:
+        bytes: of the peak.
+        planned: those of the plan, if there is one.
+        seconds: of a step.
+        first: of the first one.
+    """
     of_plan = "" if planned is None else f" ({planned / 1e6:.0f})"
     return f"{bytes / 1e6:.0f}{of_plan} / {seconds:.2f} / {first:.0f}"
 
 
-def _measured(case: Case, way: _Way) -> dict[str, Any]:
-    """Bytes and seconds of a step in this process."""
+def measured(case: Case, way: _Way) -> dict[str, Any]:
+    """Peak and planned bytes, seconds of a step and of the first one, in this process.
+
+    Args:
+        case: the model and its batch.
+        way: how it is compiled.
+    """
     torch.set_num_threads(1)
     model, batch = build(case), case.make_batch()
     run = way(model, case)

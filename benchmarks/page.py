@@ -87,6 +87,16 @@ _PARTS = (
         "without `activation_memory_budget`. The number is the budget. Empty cells were not measured.",
     ),
     _Part(
+        "budget_curve",
+        "Lower budgets, lower peaks",
+        "benchmarks.budget_curve",
+        "A decoder of 32 layers, as in the report that a smaller `activation_memory_budget` needs more memory "
+        "([pytorch#197838](https://github.com/pytorch/pytorch/issues/197838)). Peak of the resident set above that "
+        "before the step (in brackets what was planned), processor seconds of a step, and seconds of the first one. "
+        "The two budgets mean different things: that of `torch.compile` is a share of the bytes that are saved, ours "
+        "of the way from the lowest peak to that of saving everything.",
+    ),
+    _Part(
         "scripts",
         "The same script three ways",
         "benchmarks.scripts",

@@ -29,6 +29,7 @@ BENCHMARKS = (
     "tiling",
     "tiling_vocabulary",
     "inductor",
+    "budget_curve",
     "scripts",
     "before",
 )

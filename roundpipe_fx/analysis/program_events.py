@@ -123,7 +123,16 @@ def course_of(
     arrived: dict[fx.Node, list[int]] = {}
     if backward is not None:
         saved = {n: leaves for n, leaves in zip(forward.results, results, strict=True) if isinstance(n, fx.Node)}
-        summed = {node: [OUTSIDE] if sums else [] for node in backward.inputs if is_sum(node)}
+        # Compiled code makes a new sum and frees the old one; operations add in place.
+        summed = {
+            node: []
+            if not sums
+            else [OUTSIDE]
+            if follow is None
+            else [run.numbers.new(value) for value in tensor_values(node)]
+            for node in backward.inputs
+            if is_sum(node)
+        }
         arrived = {
             node: [run.numbers.new_tangent(value, node in tangents) for value in tensor_values(node)]
             for node in backward.inputs

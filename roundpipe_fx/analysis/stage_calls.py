@@ -23,7 +23,7 @@ from typing import Any
 from torch import fx
 
 from roundpipe_fx.analysis.liveness import peak_of
-from roundpipe_fx.analysis.program_events import Course, course_of
+from roundpipe_fx.analysis.program_events import Course, Follow, course_of
 from roundpipe_fx.analysis.storage_ids import OUTSIDE
 from roundpipe_fx.codegen import Program
 from roundpipe_fx.ir.joint_graph import Phase
@@ -76,6 +76,7 @@ def simulate_calls(
     tangents: Collection[fx.Node] = (),
     granularity: int = 1,
     parameters: Collection[int] = (),
+    follow: Follow | None = None,
 ) -> tuple[list[CallBytes], list[HeldBytes]]:
     """Memory of each call of one microbatch's forward and backward, and of the values between calls.
 
@@ -88,12 +89,14 @@ def simulate_calls(
         tangents: incoming gradients that the step is expected to get.
         granularity: bytes that the device's allocator rounds sizes up to.
         parameters: numbers of the inputs that all microbatches share.
+        follow: see :func:`roundpipe_fx.analysis.program_events.course_of`; the first microbatch is not followed so.
 
     Returns:
         memory of each call, and of the values that outlive the call that computes them.
     """
     first = _Calls(course_of(forward, backward, tangents, granularity), owners)
-    later = _Calls(course_of(forward, backward, tangents, granularity, sums=bool(parameters)), owners)
+    course = course_of(forward, backward, tangents, granularity, sums=bool(parameters), follow=follow)
+    later = _Calls(course, owners)
     calls = [
         CallBytes(call.name, peak, first_peak, first.gradient_bytes(index), later.brought(index))
         for index, (call, first_peak, peak) in enumerate(

@@ -119,7 +119,7 @@ class Lowered:
 
     def followed_by(self, follow: Follow) -> Lowered:
         """The same, whose peak is that of the code that the stages' compiler writes."""
-        return dataclasses.replace(self, follow=follow if self.runs_in_order else _donating_nothing(follow))
+        return dataclasses.replace(self, follow=follow if self.runs_in_order else donating_nothing(follow))
 
     @functools.cached_property
     def _course(self) -> Course:
@@ -178,7 +178,9 @@ def course_of_programs(
     return course_of(forward, backward, tangents, granularity, released=released, outside=outside, follow=follow)
 
 
-def _donating_nothing(follow: Follow) -> Follow:
+def donating_nothing(follow: Follow) -> Follow:
+    """The same where no input of a stage is written over."""
+
     def followed(call: StageModule, storages: Sequence[Sequence[int]], dying: Collection[int]) -> FollowedModule | None:
         return follow(call, storages, ())
 

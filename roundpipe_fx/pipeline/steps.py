@@ -115,7 +115,13 @@ def step_costs(
             sent = [value for node in module.inputs if steps.maker.get(node) == source for value in tensor_values(node)]
             sent_bytes[source, step] = tensor_bytes(sent)
     simulated, held = simulate_calls(
-        lowered.forward, lowered.backward, lowered.gradient_owners, lowered.tangents, granularity, lowered.parameters
+        lowered.forward,
+        lowered.backward,
+        lowered.gradient_owners,
+        lowered.tangents,
+        granularity,
+        lowered.parameters,
+        lowered.follow,
     )
     calls = {call.name: call for call in simulated}
     of_step = {step: calls[module.name] for step, module in steps.modules.items()}

@@ -98,7 +98,7 @@ def within_budget(
             cuts=cut.joint.cuts,
         )
     if fewer_weights and prices is not None and not prices.any_fits(limit):
-        return _refusal(limit, first.peak, cut.structure, pipelining)
+        return refusal(limit, first.peak, cut.structure, pipelining)
     # Save less: at levels of devices, or only what enters stages. Send to the host: of each such plan, if it may leave.
     levels = _Levels(attempts, first, runs, [points_of_run(blocks.graph, chain, save_options, run) for run in runs])
     others = [] if blocks.graph.regions else [attempts.evaluate(Candidate(stage_inputs))]
@@ -140,7 +140,7 @@ def within_budget(
     if not fitting:
         least = min(tried, key=lambda attempt: attempt.peak)
         if allowed is not None:
-            return _refusal(allowed, least.peak, cut.structure, pipelining)
+            return refusal(allowed, least.peak, cut.structure, pipelining)
         fitting = [least]
     best = quickest(fitting, max(limit, fitting[0].peak))
     assert best is not None
@@ -351,7 +351,15 @@ class _Levels:
         return as_one_choice(choices)
 
 
-def _refusal(allowed: int, minimum: int, structure: Structure, pipelining: Pipelining) -> Unmet:
+def refusal(allowed: int, minimum: int, structure: Structure, pipelining: Pipelining) -> Unmet:
+    """The refusal of a budget in bytes.
+
+    Args:
+        allowed: bytes a device that were asked for.
+        minimum: bytes of the device that needs most, in the pipeline that needs least.
+        structure: how the graph was cut.
+        pipelining: the user's.
+    """
     text = (
         f"memory_budget of {allowed} bytes ({bytes_text(allowed)}) a device cannot be met: with schedule "
         f"{structure.name!r}, {pipelining.workers} devices and {pipelining.microbatches} microbatches, the "

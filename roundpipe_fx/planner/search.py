@@ -10,8 +10,9 @@ does not stay within the budget, or recomputes, moves lead to others. All of the
                                                                   on an offloaded model's weights
     cut finer              copies to the host begin and end between stages                       cut_finer
     save less              the planner's schedules, in turn       levels of devices, bisected    …_within_budget
-    recompute less         programs need less than was planned    -                              judged_by_code,
-                           where Inductor fuses                                                  …_within_budget
+    recompute less         programs need less than was planned where Inductor fuses              judged_by_code,
+                                                                                                 pipeline_by_code,
+                                                                                                 …_within_budget
     send to the host       those that recompute less              as many values as it takes;    with_host,
                                                                   at some prices of the link     offload_values
     recompute early        what no gradient waits for             while a device waits           early, fill_waits

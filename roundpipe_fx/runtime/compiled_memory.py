@@ -19,10 +19,11 @@ from roundpipe_fx.analysis.data_files import cache_folder, drop_oldest, is_on, r
 from roundpipe_fx.analysis.program_events import FollowedModule, FollowedOperation
 from roundpipe_fx.analysis.wrapper_memory import Layout, call_signature, follow_wrapper
 from roundpipe_fx.codegen import StageModule
+from roundpipe_fx.ir.collectives import starts_collective
 from roundpipe_fx.ir.joint_graph import Mark, Phase
 from roundpipe_fx.ir.tile_loop import TileLoop
-from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.runtime.compiled_loops import opaque_loops
+from roundpipe_fx.runtime.compiled_sums import functional_sums
 from roundpipe_fx.runtime.donated_inputs import donatable
 from roundpipe_fx.runtime.loss_gradients import DECOMPOSITIONS
 from roundpipe_fx.runtime.stage_compiler import computed_inputs, unboxed
@@ -56,19 +57,24 @@ def follow_compiled(
         what the code allocates and frees; ``None``: that cannot be read, and the reason is logged.
     """
     nodes = [*call.module.graph.nodes]
-    if any(node.target in SUMMING for node in nodes) or any(len(leaves) > 1 for leaves in storages):
+    if any(starts_collective(node.target) for node in nodes):  # compiled in parts
+        return None
+    values = [node.meta["val"] for node in nodes if node.op == "placeholder"]
+    if any(
+        isinstance(value, torch.Tensor) and len(leaves) != 1 for value, leaves in zip(values, storages, strict=True)
+    ):
         return None
     donated: list[int] = []
     if dying and call.phase is not Phase.FORWARD:
         donated = [place for place in donatable(call.module, computed_inputs(call)) if place in dying]
-    inputs = [_with_numbers(node.meta["val"]) for node in nodes if node.op == "placeholder"]
+    inputs = list(map(_with_numbers, values))
     workspaces: dict[str, int] = {}
     for node in nodes:
         size = node.meta.get(Mark.WORKSPACE, 0) - beyond
         name = _operator_name(node)
         if name and size > 0:
-            values = fx.node.map_arg(node.args, lambda operand: operand.meta["val"])
-            for key in (name, call_signature(name, values)):
+            operands = fx.node.map_arg(node.args, lambda operand: operand.meta["val"])
+            for key in (name, call_signature(name, operands)):
                 workspaces[key] = max(workspaces.get(key, 0), size)
     depends_on = call.fingerprint, donated, [[*s] for s in storages], inputs, sorted(workspaces.items()), options
     key = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]
@@ -95,7 +101,7 @@ def _follow(
     options: Sequence[tuple[str, Any]],
 ) -> FollowedModule | None:
     examples = [node.meta["val"] for node in call.module.graph.find_nodes(op="placeholder")]
-    module = unboxed(call.module)
+    module = functional_sums(unboxed(call.module))
     loops = opaque_loops(module, lambda body: _not_called)
     try:
         code = inductor_code(module, examples, DECOMPOSITIONS, donated, dict(options))

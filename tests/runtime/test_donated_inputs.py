@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,8 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.torch_private import is_sole_reference
+from roundpipe_fx.runtime import compiled_memory
+from roundpipe_fx.torch_private import inductor_code, is_sole_reference
 
 ROWS, WORDS = 256, 2048
 BYTES = 4 * ROWS * WORDS
@@ -66,6 +69,29 @@ def test_the_gradient_of_dropped_scores_is_written_over_them() -> None:
         with roundpipe_fx.measure_peak("cpu") as peak:
             _gradients(compiled, model)
     assert peak.bytes < 1.5 * BYTES, peak.bytes / BYTES
+
+
+@pytest.mark.parametrize(("recompute", "made"), [("none", 0), ("full", 1)])
+def test_a_heads_backward_allocates_scores_once(recompute: str, made: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are computed again; the gradient is written over them, and no zeros of their size are made."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled_memory, "_known", {})
+    monkeypatch.setenv("ROUNDPIPE_FX_CACHE", "0")
+    written: list[tuple[str, str]] = []
+
+    def write(module: torch.fx.GraphModule, *how: Any) -> str:
+        code = inductor_code(module, *how)
+        written.append((module._get_name(), code))
+        return code
+
+    monkeypatch.setattr(compiled_memory, "inductor_code", write)
+    compiled = roundpipe_fx.compile(Head(), recompute=recompute, stage_compiler="inductor", outputs="dropped")
+    compiled.trace(LABELS)
+    code = [text for name, text in written if "backward" in name][-1]
+    allocated = re.findall(r"= empty_strided_cpu\(\((.*?)\), ", code)
+    of_scores = [shape for shape in allocated if math.prod(map(int, filter(None, shape.split(", ")))) == ROWS * WORDS]
+    assert len(of_scores) == made, allocated
+    assert "zero" not in code and "full" not in code
 
 
 @pytest.mark.parametrize("way", ["scores", "view", "array", "detached"])

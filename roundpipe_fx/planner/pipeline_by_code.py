@@ -1,0 +1,122 @@
+"""Pipelines whose stages Inductor compiles, judged by the code that it writes for them.
+
+Pipelines are searched for by what their operations need. Of one that is found the code is read, and what it needs less
+than the budget, or more, is given to the next search::
+
+    budget 100      searched for within 100:  the code needs 70     fits, and recomputes
+                    searched for within 130:  the code needs 103    does not fit
+                    searched for within 127:  the code needs 99     taken, if its step is shorter than the first one's
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable
+
+import torch
+
+from roundpipe_fx.budget import Found, Infeasible, bytes_text, limit_of
+from roundpipe_fx.compiler.lowered import donating_nothing
+from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.ir.options import Inductor
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, variant_of
+from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.planner.evaluation import ScheduleEvaluation, quickest, timed
+from roundpipe_fx.planner.judged_by_code import by_code
+from roundpipe_fx.planner.schedule_within_budget import refusal
+from roundpipe_fx.remat.choose import Unmet
+
+log = logging.getLogger(__name__)
+
+_SEARCHED = 3
+"""Searches for a budget, at most, beside the one for what needs least."""
+_SPARE = 0.05
+"""Share of the budget that code leaves from which on another plan is searched for."""
+
+_Search = Callable[[int | float], Found[ScheduleEvaluation] | Unmet]
+
+
+def has_code(setting: Setting, pipelining: Pipelining) -> bool:
+    """Test for stages whose code Inductor can write here, of a pipeline that this process alone plans."""
+    there = setting.device.type == "cpu" or torch.cuda.is_available()
+    return isinstance(setting.compiler, Inductor) and there and not pipelining.over_processes
+
+
+def judged(evaluation: ScheduleEvaluation) -> ScheduleEvaluation:
+    """The same pipeline, whose bytes are those of its stages' code."""
+    pipeline = evaluation.emitted
+    main = _by_code(pipeline.main, pipeline)
+    last = main if pipeline.last is pipeline.main else _by_code(pipeline.last, pipeline)
+    pipeline = dataclasses.replace(pipeline, main=main, last=last)
+    return timed(evaluation, pipeline, pipeline.predict(pipeline.pipelining.microbatches))
+
+
+def search_by_code(search: _Search, budget: int | float, share: float) -> Found[ScheduleEvaluation] | Unmet:
+    """The pipeline with the shortest step that is found with the code of every device's stages within the budget.
+
+    Args:
+        search: finds a pipeline whose operations are within a budget.
+        budget: bytes a device, or a share of the way from what the leanest pipeline's code needs to what that of
+            saving everything needs.
+        share: of the budget that may be used.
+    """
+    tried: list[ScheduleEvaluation] = []
+    if isinstance(budget, int):
+        limit = int(budget * share)
+    else:
+        for end in sorted({math.floor(budget), math.ceil(budget)}):
+            result = search(float(end))
+            if isinstance(result, Infeasible):
+                return result
+            tried.append(judged(result.value))
+        peaks = [evaluation.peak for evaluation in tried]
+        limit = int(limit_of(budget, min(peaks), max(peaks)) * share)
+    asked = budget
+    for _ in range(0 if any(_is_good(evaluation, limit) for evaluation in tried) else _SEARCHED):
+        result = search(asked)
+        if isinstance(result, Infeasible):
+            break
+        evaluation = judged(result.value)
+        tried.append(evaluation)
+        log.info("searched for within %s: the code needs %s", asked, bytes_text(evaluation.peak))
+        if _is_good(evaluation, limit):
+            break
+        searched = evaluation.emitted.budget
+        assert searched is not None
+        asked = max(math.ceil((searched + limit - evaluation.peak) / share), 1)
+    if all(evaluation.peak > limit for evaluation in tried):
+        least = _least(search, share)
+        if isinstance(least, Infeasible):
+            return least
+        tried.append(least.value)
+        if least.value.peak > limit and isinstance(budget, int):
+            emitted = least.value.emitted
+            return refusal(budget, least.value.peak, emitted.structure, emitted.pipelining)
+        limit = max(limit, min(evaluation.peak for evaluation in tried))
+    best = quickest(tried, limit)
+    assert best is not None
+    allowed = budget if isinstance(budget, int) else None
+    return Found(dataclasses.replace(best, emitted=dataclasses.replace(best.emitted, budget=limit, allowed=allowed)))
+
+
+def _is_good(evaluation: ScheduleEvaluation, limit: int) -> bool:
+    """Test for a pipeline within a limit that leaves hardly anything of it, or recomputes nothing."""
+    least = (1 - _SPARE) * limit
+    return evaluation.peak <= limit and (evaluation.peak >= least or not evaluation.recompute_seconds)
+
+
+def _least(search: _Search, share: float) -> Found[ScheduleEvaluation] | Unmet:
+    """The pipeline whose operations need least, judged by its code."""
+    result = search(1)
+    if isinstance(result, Infeasible):
+        result = search(math.ceil(result.minimum / share))
+    return Found(judged(result.value)) if isinstance(result, Found) else result
+
+
+def _by_code(variant: Variant, pipeline: LoweredPipeline) -> Variant:
+    lowered = by_code(variant.lowered)
+    assert lowered.follow is not None
+    lowered = dataclasses.replace(lowered, follow=donating_nothing(lowered.follow))
+    return variant_of(lowered, lowered.setting, pipeline.pipelining)
