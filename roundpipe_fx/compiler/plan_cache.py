@@ -11,7 +11,8 @@ graph is ignored with a line in the log.
 
 Not cached, so planned anew in each process, are graphs with symbolic sizes, graphs in which passes that mark nodes also
 move some (a host synchronization in the backward), plans with tiles, steps of several calls, pipelines, and
-compilations with measured costs, with passes of the user's, or with a stage compiler of the user's.
+compilations with measured costs, with passes of the user's or without some of ours, or with a stage compiler of the
+user's.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from roundpipe_fx.analysis.cost import CostModel
 from roundpipe_fx.analysis.data_files import cache_folder, drop_oldest, is_on, read_data, versions, write_data
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.compiler.plan_key import NotPlainError, describe_device, describe_graph
+from roundpipe_fx.compiler.run_passes import disabled_passes
 from roundpipe_fx.ir.joint_graph import JointGraph
 
 log = logging.getLogger(__name__)
@@ -163,7 +165,7 @@ def plan_file(
         ``None`` if the cache is switched off (``ROUNDPIPE_FX_PLAN_CACHE=0``), or if plain values do not determine what
         the graph computes, and how.
     """
-    if not is_on() or os.environ.get("ROUNDPIPE_FX_DUMP"):
+    if not is_on() or os.environ.get("ROUNDPIPE_FX_DUMP") or disabled_passes():
         return None
     try:
         lines = [*describe_graph(joint), *describe_device(device), repr(costs), repr(options)]

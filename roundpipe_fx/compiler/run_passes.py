@@ -1,5 +1,6 @@
 """Running passes, one level at a time: the user's edit of the list, and the check and the text after each pass.
 
+``ROUNDPIPE_FX_DISABLE=pass,pass`` leaves passes out, to find the one to blame without a change in the program.
 ``ROUNDPIPE_FX_VERIFY=1`` checks the graph after each pass (:mod:`roundpipe_fx.ir.verifier`).
 ``ROUNDPIPE_FX_DUMP=folder`` writes it after each pass: a folder for each captured graph, a file for each pass with its
 number in the list. The logger ``roundpipe_fx.passes`` has the time of each pass at level DEBUG.
@@ -7,6 +8,7 @@ number in the list. The logger ``roundpipe_fx.passes`` has the time of each pass
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import logging
 import os
@@ -37,23 +39,24 @@ class InvalidPassesError(PassedThrough, ValueError):
 
 
 def edited_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[Pass, ...]:
-    """The passes to run.
+    """The passes to run, without those that ``ROUNDPIPE_FX_DISABLE`` names.
 
     Args:
         edit: the user's: gets the list, returns the one to run; ``None``: the list as it is.
 
     Raises:
         InvalidPassesError: it did not return a list of passes, a pass is missing or comes after one that needs it, or
-            passes are not in the order of their levels.
+            passes are not in the order of their levels; the environment names a pass that is not in the list.
     """
-    if edit is None:
+    if edit is None and not disabled_passes():
         return tuple(default_passes())
-    edited = edit(default_passes())
+    edited = default_passes() if edit is None else edit(default_passes())
     if not isinstance(edited, (list, tuple)) or not all(isinstance(item, Pass) for item in edited):
         raise InvalidPassesError(
             f"passes: the function must return a list of roundpipe_fx.Pass, and returned {edited!r}. If it edits the "
             "list in place, it must return it too."
         )
+    edited = _without_disabled(edited)
     names = [item.name for item in edited]
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:
@@ -77,6 +80,21 @@ def edited_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[
             "the new one its name."
         )
     return tuple(edited)
+
+
+def disabled_passes() -> tuple[str, ...]:
+    """Names in ``ROUNDPIPE_FX_DISABLE``, which commas separate."""
+    return tuple(filter(None, map(str.strip, os.environ.get("ROUNDPIPE_FX_DISABLE", "").split(","))))
+
+
+def _without_disabled(passes: Sequence[Pass]) -> list[Pass]:
+    names = [item.name for item in passes]
+    for name in disabled_passes():
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
+            hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
+            raise InvalidPassesError(f"ROUNDPIPE_FX_DISABLE: no pass is named {name!r}.{hint}")
+    return [item for item in passes if item.name not in disabled_passes()]
 
 
 def run_passes(

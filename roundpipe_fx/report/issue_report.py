@@ -17,7 +17,13 @@ import torch
 from roundpipe_fx.report.plan import Plan
 
 _PACKAGES = ("roundpipe_fx", "torch", "triton", "transformers", "accelerate", "peft", "trl", "lightning", "torchao")
-_SWITCHES = ("ROUNDPIPE_FX_PLAN_CACHE", "ROUNDPIPE_FX_VERIFY", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING")
+_SWITCHES = (
+    "ROUNDPIPE_FX_PLAN_CACHE",
+    "ROUNDPIPE_FX_VERIFY",
+    "ROUNDPIPE_FX_DISABLE",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "CUDA_LAUNCH_BLOCKING",
+)
 """Environment variables that are told with their values; none is a path."""
 
 

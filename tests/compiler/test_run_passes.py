@@ -144,6 +144,33 @@ def _added(run: Callable[[JointGraph, PassContext], object], before: str = "mean
     return edit
 
 
+def test_passes_are_left_out_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ROUNDPIPE_FX_DUMP", str(tmp_path))
+    monkeypatch.setenv("ROUNDPIPE_FX_DISABLE", "early_recompute, reinplace")
+    model = Two()
+    step, _ = compiled_step(model, BATCH)
+    written = {path.stem[3:] for path in tmp_path.glob("graph_0/*.py")}
+    assert "annotate" in written and written.isdisjoint({"early_recompute", "reinplace"})
+    monkeypatch.delenv("ROUNDPIPE_FX_DISABLE")
+    usual, _ = compiled_step(model, BATCH)
+    written = {path.stem[3:] for path in tmp_path.glob("graph_1/*.py")}
+    assert {"early_recompute", "reinplace"} <= written
+    assert_bitwise(step, usual)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("drop_out", r"ROUNDPIPE_FX_DISABLE: no pass is named 'drop_out'\. Did you mean 'dropout'"),
+        ("annotate", "needs 'annotate', which is missing"),
+    ],
+)
+def test_passes_that_cannot_be_left_out(names: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDPIPE_FX_DISABLE", names)
+    with pytest.raises(ValueError, match=message):
+        roundpipe_fx.compile(Two())(**BATCH)
+
+
 def test_a_pass_that_returns_nothing_is_named() -> None:
     with pytest.raises(ValueError, match="pass 'own' must return a JointGraph, and returned NoneType"):
         compiled_step(Two(), BATCH, passes=_added(lambda joint, _: None))
