@@ -37,6 +37,7 @@ from roundpipe_fx.frontend.own_gradients import own_gradients
 from roundpipe_fx.frontend.size_range import lower_for_sizes
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor
 from roundpipe_fx.ir.options import Options
+from roundpipe_fx.ir.text import joint_text
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph, Seen, pipelined_graph
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState, StepSetting
@@ -89,6 +90,7 @@ class _Compilation:
         self.differentiated = torch_private.differentiated_outputs(joint)
         view = self._view(joint, num_fwd_outputs)
         warn_of_redrawn_numbers(view)
+        torch_private.trace_artifact("roundpipe_fx_captured_graph", lambda: joint_text(view))
         return self._plan(view)
 
     def _plan(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -108,6 +110,7 @@ class _Compilation:
         with torch_private.without_modes():
             self.plan = read_plan(finished)
         log.info("%s", self.plan)
+        torch_private.trace_artifact("roundpipe_fx_plan", self.plan.details)
         self.on_plan(self.plan)
 
     def _for_sizes(
@@ -148,6 +151,7 @@ class _OnOneDevice(_Compilation):
         self.outputs = CallersOutputs(self.name, joint, self.options, self.learned)
         joint = dataclasses.replace(joint, dropped=self.outputs.assumed_dropped)
         self.lowered = plan_or_error(self._for_sizes(joint, self._lower, lambda lowered: lowered))
+        torch_private.trace_artifact("roundpipe_fx_planned_graph", lambda: joint_text(self.lowered.joint))
         self._tell(plan_of, self.lowered)
         self.noted = self._noted(self.lowered, self.differentiated)
         assert self.lowered.backward is not None
@@ -336,6 +340,7 @@ class _InPipeline(_Compilation):
         seen = Seen(self._see_size, self.learned.see_workspace) if pipeline.budget is not None else None
         self.graph = pipelined_graph(pipeline, self.differentiated, self.pipelining.loss_reduction, seen)
         self.lowered = pipeline.main.lowered
+        torch_private.trace_artifact("roundpipe_fx_planned_graph", lambda: joint_text(self.lowered.joint))
         self._tell(plan_of_pipeline, self.graph)
         assert self.lowered.backward is not None
         return self.lowered.forward.module, seen_by_autograd(self.lowered.backward)

@@ -79,6 +79,7 @@ USED: Mapping[str, str] = {
     "torch._inductor.ir": "DonatedBuffer",
     "torch._inductor.utils": "BoxedBool get_donated_idxs",
     "torch._inductor.virtualized": "V",
+    "torch._logging": "trace_structured",
     "torch._library.custom_ops": "OPDEFS CustomOpDef",
     "torch._library.fake_class_registry": "FakeScriptObject",
     "torch._library.opaque_object": "is_opaque_value",
