@@ -83,8 +83,9 @@ _PARTS = (
         "inductor",
         "Stages compiled by Inductor",
         "benchmarks.inductor",
-        "Peak of the resident set above that before the step, and processor seconds, beside `torch.compile` with and "
-        "without `activation_memory_budget`. The number is the budget. Empty cells were not measured.",
+        "Peak of the resident set above that before the step (in brackets what was planned), processor seconds of a "
+        "step, and seconds of the first one, which compiles, beside `torch.compile` with and without "
+        "`activation_memory_budget`. The number is the budget. Empty cells were not measured.",
     ),
     _Part(
         "budget_curve",
