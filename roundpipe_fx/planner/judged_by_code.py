@@ -49,7 +49,7 @@ _ROUGHLY = 1.1
 def has_code(setting: Setting) -> bool:
     """Test for stages whose code Inductor can write here, on the device that they are compiled for."""
     there = setting.device.type == "cpu" or torch.cuda.is_available()
-    return isinstance(setting.compiler, Inductor) and setting.context.runs_programs and there
+    return isinstance(setting.compiler, Inductor) and there
 
 
 def by_code(lowered: Lowered) -> Lowered:

@@ -42,8 +42,9 @@ from roundpipe_fx.pipeline.settings import Pipelining, Structure
 from roundpipe_fx.planner.cut_for_schedule import CutGraph, cut_for_schedule, weight_limits
 from roundpipe_fx.planner.divide_devices import NoDivisionError, divisions_of, lower_divided, pipelining_of
 from roundpipe_fx.planner.evaluation import Candidate, ScheduleEvaluation, Space, evaluated
+from roundpipe_fx.planner.judged_by_code import has_code
 from roundpipe_fx.planner.lower import SAVE_POLICIES, asked_budget, prepare
-from roundpipe_fx.planner.pipeline_by_code import has_code, judged, search_by_code
+from roundpipe_fx.planner.pipeline_by_code import judged, search_by_code
 from roundpipe_fx.planner.schedule_within_budget import within_budget
 from roundpipe_fx.planner.search import cut_finer, search
 from roundpipe_fx.planner.segment_costs import segment_costs
@@ -124,13 +125,14 @@ def lower_pipeline(
     def within(budget: int | float) -> Found[ScheduleEvaluation] | Unmet:
         return search(joint, budget, setting, space, pays=like is None)
 
-    has_code_here = has_code(setting, pipelining)
+    # Plans of several processes must be alike, and code may depend on the machine.
+    follows = has_code(setting) and not pipelining.over_processes
     if asked is None:
         result = planned(joint, setting, None, None)
-        if has_code_here and isinstance(result, Found):
+        if follows and isinstance(result, Found):
             result = Found(judged(result.value))
     else:
-        result = search_by_code(within, asked, share) if has_code_here else within(asked)
+        result = search_by_code(within, asked, share) if follows else within(asked)
     if isinstance(result, Infeasible):
         return Infeasible(minimum=result.minimum, bottleneck=result.bottleneck.text)
     if isinstance(setting.costs, MeasuredCosts):

@@ -15,14 +15,9 @@ import logging
 import math
 from collections.abc import Callable
 
-import torch
-
 from roundpipe_fx.budget import Found, Infeasible, bytes_text, limit_of
 from roundpipe_fx.compiler.lowered import donating_nothing
-from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.ir.options import Inductor
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, variant_of
-from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.planner.evaluation import ScheduleEvaluation, quickest, timed
 from roundpipe_fx.planner.judged_by_code import by_code
 from roundpipe_fx.planner.schedule_within_budget import refusal
@@ -36,12 +31,6 @@ _SPARE = 0.05
 """Share of the budget that code leaves from which on another plan is searched for."""
 
 _Search = Callable[[int | float], Found[ScheduleEvaluation] | Unmet]
-
-
-def has_code(setting: Setting, pipelining: Pipelining) -> bool:
-    """Test for stages whose code Inductor can write here, of a pipeline that this process alone plans."""
-    there = setting.device.type == "cpu" or torch.cuda.is_available()
-    return isinstance(setting.compiler, Inductor) and there and not pipelining.over_processes
 
 
 def judged(evaluation: ScheduleEvaluation) -> ScheduleEvaluation:
