@@ -253,7 +253,7 @@ def _row(name: str, ways: list[str]) -> dict[str, Any]:
 
 
 def cell(bytes: int, planned: int | None, seconds: float, first: float) -> str:
-    """What was measured, as text.
+    """The figures of a measurement as text.
 
     Args:
         bytes: of the peak.
