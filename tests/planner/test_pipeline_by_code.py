@@ -10,21 +10,13 @@ from torch import nn
 
 import roundpipe_fx
 from tests.long import long_but
-from tests.runtime.test_compiled_memory import Blocks, Words
+from tests.runtime.test_compiled_memory import Blocks, Words, measured_peak
 
 
 def _compiled(model: nn.Module, **options: Any) -> Any:
     """A pipeline on one device, since a process' memory does not say on which emulated device it is."""
     torch._dynamo.reset()
     return roundpipe_fx.compile(model, num_microbatches=4, devices=["cpu"], stage_compiler="inductor", **options)
-
-
-def _measured(compiled: nn.Module, x: torch.Tensor) -> int:
-    for _ in range(2):
-        compiled.zero_grad()
-        with roundpipe_fx.measure_peak("cpu") as peak:
-            compiled(x).backward()
-    return peak.bytes
 
 
 @pytest.mark.parametrize("name", long_but(["blocks", "words"], quick={"blocks"}))
@@ -35,7 +27,7 @@ def test_plans_say_what_is_allocated(name: str) -> None:
     planned = []
     for budget in (None, 1.0, 0.5, 0.0):
         compiled = _compiled(model, memory_budget=budget)
-        measured = _measured(compiled, x)
+        measured = measured_peak(compiled, x)
         plan = compiled.plan
         assert measured <= plan.peak_bytes <= 1.01 * measured
         assert plan.budget is None or plan.peak_bytes <= plan.budget
@@ -63,4 +55,4 @@ def test_a_budget_that_operations_would_exceed_is_met() -> None:
     """A head's scores are written over, which only the code says."""
     model, x = Words(), torch.randint(4096, (16, 64))
     compiled = _compiled(model, memory_budget=9_000_000)
-    assert _measured(compiled, x) <= compiled.plan.peak_bytes <= 9_000_000
+    assert measured_peak(compiled, x) <= compiled.plan.peak_bytes <= 9_000_000

@@ -71,7 +71,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
 }
 
 
-def _measured(compiled: nn.Module, x: torch.Tensor) -> int:
+def measured_peak(compiled: nn.Module, x: torch.Tensor) -> int:
+    """Bytes that the second step allocates at most at one time."""
     for _ in range(2):
         compiled.zero_grad()
         with roundpipe_fx.measure_peak("cpu") as peak:
@@ -88,7 +89,7 @@ def test_plans_say_what_is_allocated(name: str) -> None:
     for budget in (None, 1.0, 0.5, 0.0):
         torch._dynamo.reset()
         compiled = roundpipe_fx.compile(model, memory_budget=budget, stage_compiler="inductor")
-        measured = _measured(compiled, x)
+        measured = measured_peak(compiled, x)
         assert len(compiled.plans) == 1  # nothing was learned
         plan = compiled.plan
         limit = math.inf if plan.budget is None else plan.budget

@@ -73,7 +73,7 @@ def test_the_gradient_of_dropped_scores_is_written_over_them() -> None:
 
 @pytest.mark.parametrize(("recompute", "made"), [("none", 0), ("full", 1)])
 def test_a_heads_backward_allocates_scores_once(recompute: str, made: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores that are computed again are; their gradient is written over them, and no zeros of their size are made."""
+    """Only scores that are computed again: their gradient is written over them, and no zeros of their size are made."""
     torch._dynamo.reset()
     monkeypatch.setattr(compiled_memory, "_known", {})
     monkeypatch.setenv("ROUNDPIPE_FX_CACHE", "0")
