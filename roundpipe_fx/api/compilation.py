@@ -108,10 +108,10 @@ class _Compilation:
 
     def _tell(self, read_plan: Callable[[T], Plan], finished: T) -> None:
         with torch_private.without_modes():
-            self.plan = read_plan(finished)
-        log.info("%s", self.plan)
-        torch_private.trace_artifact("roundpipe_fx_plan", self.plan.details)
-        self.on_plan(self.plan)
+            plan = self.plan = read_plan(finished)
+        log.info("%s", plan)
+        torch_private.trace_artifact("roundpipe_fx_plan", plan.details)
+        self.on_plan(plan)
 
     def _for_sizes(
         self,
