@@ -30,8 +30,8 @@ def accumulate_gradients(joint: JointGraph, costs: CostModel, in_place: bool = T
         in_place: whether stages run eagerly; a stage compiler gets out-of-place additions.
     """
     numbers, holders, position = StorageIds(), _Holders(list), {}
-    for place, node in enumerate(joint.graph.nodes):
-        position[node] = place
+    for index, node in enumerate(joint.graph.nodes):
+        position[node] = index
         if node.op == "placeholder" or node.meta.get(Mark.PHASE) is Phase.FORWARD:
             numbers.give(node, [OUTSIDE] * len(tensor_values(node)))
         elif node.op != "output":

@@ -101,7 +101,7 @@ class _Writer:
             return
         if op.form is None:
             self._read(node)
-            self._place(node)
+            self._append(node)
             self._take_apart(node, node)
             if is_view(node):
                 self._note(node, node)
@@ -110,7 +110,7 @@ class _Writer:
         if op.rng_shape_source is not None:
             copy.update_arg(0, op.rng_shape_source)
         self._read(copy)
-        self._place(copy)  # after the views that it reads
+        self._append(copy)  # after the views that it reads
         if op.form is not Form.SAME or copy.target != node.target:
             annotate_node(copy, self._costs)
         self._note(node, copy)
@@ -136,7 +136,7 @@ class _Writer:
         node.meta[Mark.SEGMENT] = self._segment
         self._placed.add(node)
 
-    def _place(self, node: fx.Node) -> None:
+    def _append(self, node: fx.Node) -> None:
         self._output.prepend(node)
         self._mark(node)
 
@@ -164,7 +164,7 @@ class _Writer:
             if user.args[1] >= len(made.meta["val"]):  # type: ignore[operator]
                 continue  # a batch norm that is recomputed without running statistics has no new ones
             if original is made:
-                self._place(user)
+                self._append(user)
             else:
                 with self._joint.graph.inserting_before(self._output):
                     item = self._joint.graph.node_copy(user)
@@ -204,6 +204,6 @@ class _Writer:
         else:
             view = node
             self._read(view)
-            self._place(view)
+            self._append(view)
         self._views[key] = view
         return view

@@ -38,10 +38,10 @@ def early_recompute(joint: JointGraph) -> JointGraph:
         for node in nodes:
             if node not in late:
                 node.meta[Mark.PHASE] = Phase.RECOMPUTE
-    _place_views(joint)
+    _move_views(joint)
     _end_early(joint)
     if _widen_late(joint):
-        _place_views(joint)
+        _move_views(joint)
     return joint
 
 
@@ -123,15 +123,15 @@ def _widen_late(joint: JointGraph) -> bool:
     position = {node: index for index, node in enumerate(joint.graph.nodes)}
     widened = False
     for node in joint.in_phase(Phase.RECOMPUTE):
-        beside = [user for user in node.users if user.op != "output" and _is_beside(node, user)]
-        if not beside or not _widens(node):
+        readers = [user for user in node.users if user.op != "output" and _is_in_same_backward(node, user)]
+        if not readers or not _widens(node):
             continue
         widened = True
-        with joint.graph.inserting_before(min(beside, key=position.__getitem__)):
+        with joint.graph.inserting_before(min(readers, key=position.__getitem__)):
             twin = joint.graph.node_copy(node)
         twin.meta = dict(node.meta)
         twin.meta[Mark.PHASE] = Phase.BACKWARD
-        for user in beside:
+        for user in readers:
             user.replace_input_with(node, twin)
     return widened
 
@@ -145,29 +145,29 @@ def _widens(node: fx.Node) -> bool:
     return floats and narrow.device == wide.device and narrow.dtype.itemsize < wide.dtype.itemsize
 
 
-def _place_views(joint: JointGraph) -> None:
+def _move_views(joint: JointGraph) -> None:
     """Views go where they are read: into the recomputation, the backward, or both."""
     for node in reversed(joint.in_phase(Phase.RECOMPUTE)):
         if not is_view(node):
             continue
-        beside = [user for user in node.users if _is_beside(node, user)]
+        readers = [user for user in node.users if _is_in_same_backward(node, user)]
         base = viewed(node)
         # Even if only another stage reads it, it comes after its base.
-        waits = base.op != "placeholder" and _is_beside(node, base)
-        if not beside and not waits:
+        waits = base.op != "placeholder" and _is_in_same_backward(node, base)
+        if not readers and not waits:
             continue
-        if len(beside) == len(node.users) or waits:
+        if len(readers) == len(node.users) or waits:
             node.meta[Mark.PHASE] = Phase.BACKWARD
             continue
         with joint.graph.inserting_after(node):
             twin = joint.graph.node_copy(node)
         twin.meta = dict(node.meta)
         twin.meta[Mark.PHASE] = Phase.BACKWARD
-        for user in beside:
+        for user in readers:
             user.replace_input_with(node, twin)
 
 
-def _is_beside(node: fx.Node, user: fx.Node) -> bool:
+def _is_in_same_backward(node: fx.Node, user: fx.Node) -> bool:
     """Return whether ``user`` runs in the backward of the stage of ``node`` (or is the graph's output)."""
     if user.op == "output":
         return True

@@ -61,7 +61,9 @@ def _repeated(joint: JointGraph) -> set[fx.Node]:
     costs: dict[fx.Node, int] = {}
     fusible: set[fx.Node] = set()
     outputs = enumerate(joint.forward_outputs)
-    returned = {viewed(node) for place, node in outputs if isinstance(node, fx.Node) and place not in joint.dropped}
+    returned = {
+        viewed(node) for position, node in outputs if isinstance(node, fx.Node) and position not in joint.dropped
+    }
     pending = list(needed)
     while pending:
         value = pending.pop()

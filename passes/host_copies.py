@@ -48,13 +48,13 @@ def copy_to_host(program: fx.Graph, copies: Collection[ValueOnHost]) -> fx.Graph
         sent.meta["val"] = _on_host(value.meta["val"])
         waits.setdefault(copy.freed, []).append((sent, value))
     for freed, pairs in waits.items():
-        place = _end(calls[freed])
+        previous = _end(calls[freed])
         for sent, value in pairs:
-            with program.inserting_after(place):
+            with program.inserting_after(previous):
                 waited = ao.wait_tensor.default, (sent, None, value)
-                place = program.create_node("call_function", *waited, name=f"{value.name}_on_host")
-            place.meta["val"] = sent.meta["val"]
-            output.replace_input_with(value, place)
+                previous = program.create_node("call_function", *waited, name=f"{value.name}_on_host")
+            previous.meta["val"] = sent.meta["val"]
+            output.replace_input_with(value, previous)
     return program
 
 

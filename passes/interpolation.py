@@ -102,19 +102,19 @@ def _kernels(indices: Any, whole: torch.Tensor, repeated: torch.Tensor) -> tuple
     if any(table is None for table in tables):
         return None
     for kernel, gradient in _KERNELS[dimensions]:
-        if all(_reads(kernel, place, table, whole, repeated) for place, table in enumerate(tables)):
+        if all(_reads(kernel, position, table, whole, repeated) for position, table in enumerate(tables)):
             return kernel, gradient
     return None
 
 
-def _reads(kernel: Any, place: int, table: Any, whole: torch.Tensor, repeated: torch.Tensor) -> bool:
+def _reads(kernel: Any, position: int, table: Any, whole: torch.Tensor, repeated: torch.Tensor) -> bool:
     """Return whether a kernel reads the neighbours of a table, which varies along one spatial dimension only."""
     dimensions = whole.dim() - 2
-    before, after = int(whole.shape[2 + place]), int(repeated.shape[2 + place])
+    before, after = int(whole.shape[2 + position]), int(repeated.shape[2 + position])
     line, lines = [1] * dimensions, [1] * dimensions
-    line[place], lines[place] = before, after
+    line[position], lines[position] = before, after
     numbered = torch.arange(before, dtype=torch.float64).view(1, 1, *line)
-    shape = (after, *[1] * (dimensions - 1 - place))
+    shape = (after, *[1] * (dimensions - 1 - position))
     return tuple(table.shape) == shape and torch.equal(kernel(numbered, lines).flatten(), table.flatten().double())
 
 

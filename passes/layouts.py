@@ -94,12 +94,12 @@ class _RecordedValues:
         if any(value.layout is not torch.strided for value in tensor_values(node)):
             note_sparse_bytes(node, self._device)
 
-    def _record_on_host(self, node: fx.Node, places: Sequence[int]) -> None:
+    def _record_on_host(self, node: fx.Node, positions: Sequence[int]) -> None:
         """Record that results are on the host: single numbers."""
         values = list(node.meta["val"])
-        for place in places:
-            with values[place].fake_mode:
-                values[place] = torch.empty((), dtype=values[place].dtype, device="cpu")
+        for position in positions:
+            with values[position].fake_mode:
+                values[position] = torch.empty((), dtype=values[position].dtype, device="cpu")
         self._replace(node, tuple(values))
 
     def _is_simple(self, node: fx.Node) -> bool:
@@ -183,8 +183,8 @@ def _copy_single_samples(joint: JointGraph) -> None:
     """Give group normalization copies of computed inputs of batch size 1 whose channels lie innermost."""
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(joint.computed()):
-        place = _NORMALIZED.get(node.target)
-        source = node.args[place] if place is not None else None
+        position = _NORMALIZED.get(node.target)
+        source = node.args[position] if position is not None else None
         if not isinstance(source, fx.Node) or source.op == "placeholder" or not _is_single_sample(source.meta["val"]):
             continue
         if source not in copies:

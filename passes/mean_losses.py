@@ -77,8 +77,8 @@ def split_mean_losses(
     return joint
 
 
-def _reduction(node: fx.Node, place: int) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get("reduction", _MEAN)
+def _reduction(node: fx.Node, position: int) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get("reduction", _MEAN)
 
 
 def _has_numbers(node: Any) -> bool:
@@ -95,11 +95,11 @@ def _count(node: Any) -> int:
     return int(node.meta["val"].numel())
 
 
-def _summing(node: fx.Node, place: int) -> fx.Node:
+def _summing(node: fx.Node, position: int) -> fx.Node:
     """The same call with a sum for its reduction."""
     args, kwargs = list(node.args), dict(node.kwargs)
-    if len(args) > place:
-        args[place] = _SUM
+    if len(args) > position:
+        args[position] = _SUM
     else:
         kwargs["reduction"] = _SUM
     return insert_call(node, node.target, *args, **kwargs)

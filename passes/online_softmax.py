@@ -77,11 +77,11 @@ class _OnlineWriter:
     """Rewrites one log-softmax with sums. A *column* has the shape of the scores, with one class."""
 
     def __init__(self, softmax: fx.Node, uses: Uses) -> None:
-        self._softmax, self._uses, self._place = softmax, uses, uses.place
+        self._softmax, self._uses, self._axis = softmax, uses, uses.axis
         self._added: set[fx.Node] = set()
         self._shape = list(softmax.meta["val"].shape)
         self._column = [*self._shape]
-        self._column[self._place] = 1
+        self._column[self._axis] = 1
         self._labels: dict[tuple[fx.Node, Any], tuple[fx.Node, fx.Node | None, fx.Node]] = {}
         self._picked: dict[fx.Node, fx.Node] = {}
         scores, self._dtype = uses.scores, softmax.meta["val"].dtype
@@ -91,16 +91,16 @@ class _OnlineWriter:
         self._rest: fx.Node | None = None
         """What a log-sum-exp in double precision is more than one in the precision of the scores."""
         if self._dtype is torch.float64:
-            self._log_sum_exp = self._call(softmax, aten.logsumexp.default, scores, [self._place], True)
+            self._log_sum_exp = self._call(softmax, aten.logsumexp.default, scores, [self._axis], True)
             self._rounded = self._log_sum_exp
         else:
-            self._log_sum_exp = self._call(softmax, log_sum_exp, scores, [self._place])
+            self._log_sum_exp = self._call(softmax, log_sum_exp, scores, [self._axis])
             self._rounded = self._call(softmax, aten._to_copy.default, self._log_sum_exp, dtype=self._dtype)
             rest = self._call(softmax, aten.sub.Tensor, self._log_sum_exp, self._rounded)
             self._rest = self._call(softmax, aten._to_copy.default, rest, dtype=self._dtype)
-        count, device = self._shape[self._place], softmax.meta["val"].device
+        count, device = self._shape[self._axis], softmax.meta["val"].device
         words = self._call(softmax, aten.arange.default, count, dtype=torch.int32, device=device, pin_memory=False)
-        behind = len(self._shape) - self._place - 1
+        behind = len(self._shape) - self._axis - 1
         self._words = words
         self._classes = self._call(softmax, aten.view.default, words, [-1, *[1] * behind]) if behind else words
 
@@ -142,7 +142,7 @@ class _OnlineWriter:
         """The log-probabilities of the rows' labels, as a column."""
         if others not in self._picked:
             alone = self._call(before, aten.masked_fill.Scalar, self._scores, others, 0.0)
-            self._picked[others] = self._call(before, aten.sum.dim_IntList, alone, [self._place], True)
+            self._picked[others] = self._call(before, aten.sum.dim_IntList, alone, [self._axis], True)
         return self._less(before, self._picked[others])
 
     def _less(self, before: fx.Node, column: fx.Node) -> fx.Node:
@@ -178,27 +178,27 @@ class _OnlineWriter:
             *_, others = self._label(node, node.args[2], None)  # type: ignore[arg-type]
             made = self._at_label(node, others)
         else:
-            made = self._summed(node, value.place)
+            made = self._summed(node, value.axis)
         made = self._times(node, made, value.factor)
         shape = list(node.meta["val"].shape)
         if list(made.meta["val"].shape) != shape:
             made = self._call(node, aten.reshape.default, made, shape)
         node.replace_all_uses_with(made)
 
-    def _summed(self, node: fx.Node, place: int) -> fx.Node:
+    def _summed(self, node: fx.Node, axis: int) -> fx.Node:
         """The sum of the log-probabilities over all classes, and over rows if the original sum includes them."""
-        total = self._call(node, aten.sum.dim_IntList, self._scores, [self._place], True)
-        less = self._call(node, aten.mul.Scalar, self._log_sum_exp, self._shape[self._place])
+        total = self._call(node, aten.sum.dim_IntList, self._scores, [self._axis], True)
+        less = self._call(node, aten.mul.Scalar, self._log_sum_exp, self._shape[self._axis])
         made = self._call(node, aten.sub.Tensor, total, less)
         if self._rest is not None:
             made = self._call(node, aten._to_copy.default, made, dtype=self._dtype)
         operand = node.args[0]
         assert isinstance(operand, fx.Node)
         shape = list(operand.meta["val"].shape)
-        dims = sorted(summed_dims(node, len(shape)) - {place})
+        dims = sorted(summed_dims(node, len(shape)) - {axis})
         if not dims:
             return made
-        shape[place] = 1
+        shape[axis] = 1
         return self._call(node, aten.sum.dim_IntList, self._call(node, aten.reshape.default, made, shape), dims)
 
     def _replace_cross_entropy(self, node: fx.Node, factor: float) -> None:
@@ -217,7 +217,7 @@ class _OnlineWriter:
 
     def _gradient(self, node: fx.Node, parts: Sequence[Scaled]) -> fx.Node:
         """The gradient of the scores."""
-        classes, sums = self._shape[self._place], []
+        classes, sums = self._shape[self._axis], []
         made: list[fx.Node] = []
         for part in parts:
             if part.node.target.overloadpacket is aten.expand:  # type: ignore[union-attr]
@@ -247,7 +247,7 @@ class _OnlineWriter:
     def _of_all(self, before: fx.Node, part: Scaled) -> fx.Node:
         """The gradient that all classes of a row share, as a column."""
         (source, *_), shape = part.node.args, part.shape
-        shape[part.place] = 1
+        shape[part.axis] = 1
         assert isinstance(source, fx.Node)
         column = source
         if list(source.meta["val"].shape) != shape:

@@ -65,7 +65,7 @@ class _Edit:
         # Once the first is changed, shapes no longer tell what the others do.
         planned = [(member, *row_slice.arguments(member)) for member in row_slice.members]
         sliced = {gradient: gradient.args[0] for gradient in row_slice.gradients}
-        self._place_of = {value: row_slice.split(value) for value in (*row_slice.narrow, *row_slice.padded)}
+        self._split_of = {value: row_slice.split(value) for value in (*row_slice.narrow, *row_slice.padded)}
         self._shape_of = {value: list(value.meta["val"].shape) for value in row_slice.padded}
         moved: set[fx.Node] = set()
         for member, args, kwargs in planned:
@@ -87,7 +87,7 @@ class _Edit:
 
     def _sliced(self, value: fx.Node, reader: fx.Node) -> fx.Node:
         """A narrow value on the rows that are kept."""
-        dim, before, behind = self._place_of[value]
+        dim, before, behind = self._split_of[value]
         shape = list(value.meta["val"].shape)
         late = value.meta.get(Mark.PHASE) is Phase.BACKWARD or str(value.target).startswith("tangents")
         phase = Phase.BACKWARD if late else Phase.FORWARD
@@ -100,12 +100,12 @@ class _Edit:
             return self._viewed(whole, self._kept(shape, value), value, phase)
 
     def _kept(self, shape: Sequence[int], value: fx.Node) -> list[int]:
-        dim, before, behind = self._place_of[value]
+        dim, before, behind = self._split_of[value]
         return [*shape[:dim], before * self.row_slice.kept * behind, *shape[dim + 1 :]]
 
     def _padded(self, value: fx.Node) -> fx.Node:
         """A narrow value with zeros in rows that were left out, for others to read."""
-        dim, before, behind = self._place_of[value]
+        dim, before, behind = self._split_of[value]
         shape, phase = self._shape_of[value], Phase.BACKWARD
         readers = [user for user in value.users if user not in self.row_slice.members]
         parts = _parts(self.row_slice.kept * before * behind, before, behind)
@@ -171,7 +171,7 @@ class _Edit:
 def _parts(size: int, before: int, behind: int) -> list[int]:
     """A size as the product of what is before, along and behind the sliced dimension."""
     sizes = (before, size // (before * behind), behind)
-    return [part for place, part in enumerate(sizes) if part > 1 or place == 1]
+    return [part for position, part in enumerate(sizes) if part > 1 or position == 1]
 
 
 def _strides(value: Any) -> list[tuple[int, ...]]:

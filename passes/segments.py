@@ -88,7 +88,7 @@ def cut_segments(
 
 def _updates(joint: JointGraph, forward: list[fx.Node]) -> list[tuple[int, int]]:
     """For each input that is updated, the positions of its first reader and of the node that computes its new value."""
-    position = {node: place for place, node in enumerate(forward)}
+    position = {node: index for index, node in enumerate(forward)}
     primals, outputs = joint.primals, joint.outputs
     updates = []
     for output, primal in joint.updates.items():
@@ -120,8 +120,8 @@ def _lives(forward: list[fx.Node]) -> list[_Life]:
 
 def _in_kernels(forward: list[fx.Node]) -> list[tuple[int, int]]:
     """For values that a compiler keeps inside its kernels, the positions of their makers and of their last readers."""
-    position = {node: place for place, node in enumerate(forward)}
-    opaque = [place for place, node in enumerate(forward) if not is_in_kernel(node) and not is_view(node)]
+    position = {node: index for index, node in enumerate(forward)}
+    opaque = [index for index, node in enumerate(forward) if not is_in_kernel(node) and not is_view(node)]
     ranges = []
     for first, node in enumerate(forward):
         last = max((position[user] for user in _readers(node) if user in position), default=first)

@@ -26,11 +26,11 @@ def split_tied_gradients(joint: JointGraph) -> JointGraph:
     times = Counter(output for output in outputs if isinstance(output, fx.Node))
     further: list[fx.Node] = []
     owners: list[int] = []
-    for place, (owner, gradient) in enumerate(zip(joint.gradient_owners, joint.gradients, strict=True)):
+    for position, (owner, gradient) in enumerate(zip(joint.gradient_owners, joint.gradients, strict=True)):
         if owner is None or primals[owner] not in joint.parameters or times[gradient] > 1:
             continue
         first, *others = _addends(gradient)
-        outputs[joint.num_forward_outputs + place] = first
+        outputs[joint.num_forward_outputs + position] = first
         further += others
         owners += [owner] * len(others)
     if not further:

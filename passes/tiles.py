@@ -201,11 +201,11 @@ def _insert_loop(joint: JointGraph, divided: Divided, tiles: int, phase: Phase, 
     made.meta[Mark.WORKSPACE] = cost.workspace
     reasons = [node.meta[Mark.MUST_RECOMPUTE] for node in divided.results if Mark.MUST_RECOMPUTE in node.meta]
     values = []
-    for place, result in enumerate(divided.results):
+    for position, result in enumerate(divided.results):
         with joint.graph.inserting_before(last):
-            item = joint.graph.call_function(operator.getitem, (made, place))
+            item = joint.graph.call_function(operator.getitem, (made, position))
         inherit_origin(item, region.widest)
-        item.meta["val"] = made.meta["val"][place]
+        item.meta["val"] = made.meta["val"][position]
         _mark(item, phase, costs)
         if reasons and phase is Phase.FORWARD:
             item.meta[Mark.MUST_RECOMPUTE] = reasons[0]

@@ -316,7 +316,7 @@ F_, B_, R_, X_ = NotedEvent.FORWARD, NotedEvent.BACKWARD, NotedEvent.RETAINED, N
 
 
 def _step(events: list[tuple[NotedEvent, int]], count: int, footprint: Footprint = CALL, **others: Any) -> NotedStep:
-    given = {"brought": 0, "consumed": False, **others}
+    given = {"new_input_bytes": 0, "consumed": False, **others}
     calls = tuple(
         NotedCall(graph="g", inputs=(1,), outputs=(100 + i,), footprint=footprint, **given) for i in range(count)
     )
@@ -358,7 +358,7 @@ def test_what_autograd_holds_tells_which_calls_are_alive() -> None:
     forward([x])
     (step,) = steps
     assert step.events == ((F_, 0), (F_, 1), (B_, 1), (X_, 1), (X_, 0))
-    assert [call.brought for call in step.calls] == [0, 0]
+    assert [call.new_input_bytes for call in step.calls] == [0, 0]
 
 
 def test_a_call_that_holds_only_its_output_ends_after_its_own_backward() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ ROOT = Path(__file__).parent.parent
 
 NO_NAMES = {"own", "given", "found"}
 """Words that name nothing in particular."""
+
+_NOT_NOUNS = re.compile(r"(?:^|_)(?:places?|told|brought|beside|away|at_hand)(?=_|$)")
+"""Words that stand for a noun: a position, a device, memory, bytes that are copied. ``in_place`` is PyTorch's own."""
 
 _NAMED_BY = {
     ast.Name: "id",
@@ -57,13 +61,50 @@ def test_each_way_to_name_something_is_seen(source: str) -> None:
     assert "own" in set(_names(source))
 
 
+def _sources() -> Iterator[Path]:
+    yield from (*ROOT.glob("roundpipe_fx/**/*.py"), *ROOT.glob("passes/*.py"))
+
+
 def test_variables_are_named_for_what_they_are() -> None:
     files = [
         path.relative_to(ROOT).as_posix()
-        for path in [*ROOT.glob("roundpipe_fx/**/*.py"), *ROOT.glob("passes/*.py")]
+        for path in _sources()
         if not NO_NAMES.isdisjoint(_names(path.read_text(encoding="utf-8")))
     ]
     assert not files
+
+
+def _stands_for_a_noun(name: str) -> bool:
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    return bool(_NOT_NOUNS.search(words.replace("in_place", "inplace")))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("place", True),
+        ("_places", True),
+        ("brought_bytes", True),
+        ("BesideGraphs", True),
+        ("is_at_hand", True),
+        ("placeholder", False),
+        ("replace", False),
+        ("in_place_form", False),
+        ("InPlaceForm", False),
+    ],
+)
+def test_words_that_stand_for_a_noun(name: str, expected: bool) -> None:
+    assert _stands_for_a_noun(name) is expected
+
+
+def test_names_are_nouns_verbs_and_questions() -> None:
+    found = {
+        f"{path.relative_to(ROOT).as_posix()}: {name}"
+        for path in _sources()
+        for name in (path.stem, *_names(path.read_text(encoding="utf-8")))
+        if _stands_for_a_noun(name)
+    }
+    assert not found
 
 
 _OPENINGS = {"What", "Whether", "How", "Those"}
@@ -81,7 +122,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     assert set(_first_words('"""What is."""\nclass Name:\n    """Whether."""')) == {"What", "Whether."}
     files = [
         path.relative_to(ROOT).as_posix()
-        for path in [*ROOT.glob("roundpipe_fx/**/*.py"), *ROOT.glob("passes/*.py")]
+        for path in _sources()
         if not _OPENINGS.isdisjoint(_first_words(path.read_text(encoding="utf-8")))
     ]
     assert not files

@@ -65,22 +65,22 @@ class _Pool:
     free: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
     segments: int = 0
 
-    def add(self, place: tuple[int, int], size: int, is_free: bool) -> None:
-        self.sizes[place] = size
-        self.ends[place[0], place[1] + size] = place
+    def add(self, address: tuple[int, int], size: int, is_free: bool) -> None:
+        self.sizes[address] = size
+        self.ends[address[0], address[1] + size] = address
         if is_free:
-            insort(self.free, (size, place))
+            insort(self.free, (size, address))
 
-    def take_out(self, place: tuple[int, int]) -> int:
-        size = self.sizes.pop(place)
-        del self.ends[place[0], place[1] + size]
-        if self.is_free(place, size):
-            del self.free[bisect_left(self.free, (size, place))]
+    def take_out(self, address: tuple[int, int]) -> int:
+        size = self.sizes.pop(address)
+        del self.ends[address[0], address[1] + size]
+        if self.is_free(address, size):
+            del self.free[bisect_left(self.free, (size, address))]
         return size
 
-    def is_free(self, place: tuple[int, int], size: int) -> bool:
-        at = bisect_left(self.free, (size, place))
-        return at < len(self.free) and self.free[at] == (size, place)
+    def is_free(self, address: tuple[int, int], size: int) -> bool:
+        at = bisect_left(self.free, (size, address))
+        return at < len(self.free) and self.free[at] == (size, address)
 
     def is_left(self, left: int) -> bool:
         """Return whether a remainder of ``left`` bytes is split off."""
@@ -123,29 +123,29 @@ class CachingAllocator:
             pool.add((pool.segments, 0), _segment_for(size), is_free=True)
             pool.segments += 1
             at = bisect_left(pool.free, (size, (-1, 0)))
-        _, place = pool.free[at]
-        whole = pool.take_out(place)
+        _, address = pool.free[at]
+        whole = pool.take_out(address)
         if pool.is_left(whole - size):
-            pool.add((place[0], place[1] + size), whole - size, is_free=True)
+            pool.add((address[0], address[1] + size), whole - size, is_free=True)
             whole = size
-        pool.add(place, whole, is_free=False)
-        self._handed_out[name] = pool, place
+        pool.add(address, whole, is_free=False)
+        self._handed_out[name] = pool, address
         return whole
 
     def give_back(self, name: int) -> None:
         """Free the block requested under a name, and merge it with its free neighbours."""
         if name not in self._handed_out:
             return
-        pool, place = self._handed_out.pop(name)
-        size = pool.take_out(place)
-        after = (place[0], place[1] + size)
+        pool, address = self._handed_out.pop(name)
+        size = pool.take_out(address)
+        after = (address[0], address[1] + size)
         if after in pool.sizes and pool.is_free(after, pool.sizes[after]):
             size += pool.take_out(after)
-        before = pool.ends.get(place)
+        before = pool.ends.get(address)
         if before is not None and pool.is_free(before, pool.sizes[before]):
             size += pool.take_out(before)
-            place = before
-        pool.add(place, size, is_free=True)
+            address = before
+        pool.add(address, size, is_free=True)
 
 
 def _segment_for(size: int) -> int:

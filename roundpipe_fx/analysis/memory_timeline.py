@@ -154,10 +154,10 @@ def _items(node: fx.Node, made: Sequence[int]) -> dict[int, fx.Node]:
     results = node.meta.get("val")
     if not isinstance(results, (tuple, list)) or len(tensor_values(node)) != len(made):
         return {}
-    tensors = [place for place, result in enumerate(results) if isinstance(result, torch.Tensor)]
+    tensors = [position for position, result in enumerate(results) if isinstance(result, torch.Tensor)]
     storages = dict(zip(tensors, made, strict=False))
     items: list[tuple[fx.Node, Any]] = [(user, user.args[1]) for user in node.users if user.target is operator.getitem]
-    return {storages[place]: user for user, place in items if place in storages}
+    return {storages[position]: user for user, position in items if position in storages}
 
 
 def _origin(node: fx.Node, source: dict[str, str]) -> tuple[str, str]:

@@ -35,24 +35,24 @@ _NUMBER = 8
 """Bytes of the loss itself, and of the number of labels."""
 
 
-def expect_loss(joint: JointGraph, autocast: Collection[str], brought: Collection[str] = ()) -> JointGraph:
+def expect_loss(joint: JointGraph, autocast: Collection[str], observed_tangents: Collection[str] = ()) -> JointGraph:
     """Annotate incoming gradients with the memory that a loss outside the model may take for each output.
 
     Args:
         joint: a captured graph.
         autocast: types of devices for which autocast is enabled.
-        brought: names of incoming gradients that steps have passed although the model returns a scalar.
+        observed_tangents: names of incoming gradients that steps have passed although the model returns a scalar.
 
     Returns:
         the graph.
     """
     inputs = [value for node in joint.primals if node not in joint.parameters for value in tensor_values(node)]
     # A model that computes its own cross-entropy returns other outputs for a different kind of loss.
-    words = bool(inputs) and not brought and not any(value.is_floating_point() for value in inputs)
+    words = bool(inputs) and not observed_tangents and not any(value.is_floating_point() for value in inputs)
     times = _times_of_views(joint)
     for node in joint.tangents:
-        if node.name in brought:
-            node.meta[Mark.BROUGHT] = True
+        if node.name in observed_tangents:
+            node.meta[Mark.OBSERVED_TANGENT] = True
         for value in tensor_values(node):
             wider = max(4 // value.dtype.itemsize, 1) if value.device.type in autocast else 1
             most, lasting = _CROSS_ENTROPY if words else _SQUARED_ERROR
@@ -66,8 +66,8 @@ def _times_of_views(joint: JointGraph) -> dict[fx.Node, int]:
     """By incoming gradient, how many times its bytes the returned views of its value have, if these have more."""
     returned = [node for node in dict.fromkeys(joint.returned) if isinstance(node, fx.Node)]
     times = {}
-    for node, place in zip(joint.tangents, differentiated_outputs(joint.module), strict=False):
-        value = joint.outputs[place]
+    for node, position in zip(joint.tangents, differentiated_outputs(joint.module), strict=False):
+        value = joint.outputs[position]
         views = [] if value in returned else [view for view in returned if viewed(view) is viewed(value)]
         size = sum(dense_bytes(tensor) for tensor in tensor_values(value))
         of_views = sum(dense_bytes(tensor) for view in views for tensor in tensor_values(view))
@@ -99,7 +99,7 @@ def output_bytes(joint: JointGraph, outputs: Iterable[int]) -> int:
         joint: the graph.
         outputs: their numbers.
     """
-    return tensor_bytes([value for place in outputs for value in tensor_values(joint.outputs[place])])
+    return tensor_bytes([value for position in outputs for value in tensor_values(joint.outputs[position])])
 
 
 def returned_view_bytes(joint: JointGraph, granularity: int = 1) -> int:
@@ -112,8 +112,8 @@ def returned_view_bytes(joint: JointGraph, granularity: int = 1) -> int:
     primals = joint.primals
     inputs = {primals[owner] for owner in differentiated}
     total = 0
-    for place, node in enumerate(joint.forward_outputs):
-        if isinstance(node, fx.Node) and place not in joint.updates and viewed(node) in inputs:
+    for position, node in enumerate(joint.forward_outputs):
+        if isinstance(node, fx.Node) and position not in joint.updates and viewed(node) in inputs:
             total += 2 * _rounded(tensor_bytes(tensor_values(viewed(node))), granularity)
     return total
 
@@ -132,8 +132,8 @@ def _bytes(tangents: Collection[fx.Node], granularity: int, which: int) -> int:
 
 def _is_outside(tangents: Collection[fx.Node]) -> bool:
     numbers = sum(value.dim() == 0 for node in tangents for value in tensor_values(node))
-    beside = any(Mark.BROUGHT in node.meta for node in tangents)
-    return bool(tangents) and (numbers != 1 or beside)
+    is_observed = any(Mark.OBSERVED_TANGENT in node.meta for node in tangents)
+    return bool(tangents) and (numbers != 1 or is_observed)
 
 
 def _rounded(size: int, granularity: int) -> int:

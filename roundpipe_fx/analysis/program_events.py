@@ -113,8 +113,8 @@ def course_of(
     run = ProgramEvents(granularity, follow)
     results = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
     outputs = results[: forward.outputs]
-    lasting = [storage for place, leaves in enumerate(outputs) if place not in released for storage in leaves]
-    freed = [storage for place in released for storage in results[place] if storage not in {OUTSIDE, *lasting}]
+    lasting = [storage for position, leaves in enumerate(outputs) if position not in released for storage in leaves]
+    freed = [storage for position in released for storage in results[position] if storage not in {OUTSIDE, *lasting}]
     loss = 0 if backward is None else loss_bytes(tangents, granularity)
     ends = len(run.events)
     run.events.append(Event((CALLER, None), freed, (), workspace=loss))
@@ -245,8 +245,8 @@ class ProgramEvents:
         followed = compiled or _followed(module, pattern)
         of = [*storages, *(self.numbers.new_of(size) for size in followed.sizes)]
         nodes = [*module.graph.nodes]
-        for place, reads, makes, workspace in followed.operations:
-            node = nodes[place] if place >= 0 else None
+        for position, reads, makes, workspace in followed.operations:
+            node = nodes[position] if position >= 0 else None
             made = [of[local] for local in makes]
             for storage in made:
                 self.makers[storage] = node or name
@@ -270,8 +270,8 @@ def _dying(call: fx.Node, values: Mapping[fx.Node, list[int]], held: Collection[
             later.update(leaves)
     count = Counter(storage for item in arguments for storage in set(values[item]))
     return [
-        place
-        for place, item in enumerate(arguments)
+        position
+        for position, item in enumerate(arguments)
         if all(user <= call for user in item.users)
         and all(storage not in later and count[storage] == 1 for storage in values[item])
     ]
@@ -281,13 +281,13 @@ class FollowedOperation(NamedTuple):
     """An operation of a stage module.
 
     Attributes:
-        place: position of its node; -1: it is none of the graph's, but of code that a compiler wrote.
+        position: position of its node; -1: it is none of the graph's, but of code that a compiler wrote.
         reads: storages that it reads.
         makes: storages that it allocates.
         workspace: bytes that it allocates beside its results.
     """
 
-    place: int
+    position: int
     reads: list[int]
     makes: list[int]
     workspace: int
@@ -334,7 +334,7 @@ def _follow(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> Fol
         numbers.new_of(0)
     arguments = iter(pattern)
     operations: list[FollowedOperation] = []
-    for place, node in enumerate(module.graph.nodes):
+    for position, node in enumerate(module.graph.nodes):
         if node.op == "placeholder":
             numbers.give(node, list(next(arguments)))
         elif node.op == "output":
@@ -344,5 +344,5 @@ def _follow(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> Fol
         else:
             made = numbers.follow(node)
             workspace = node.meta.get(Mark.WORKSPACE, 0)
-            operations.append(FollowedOperation(place, numbers.reads(node), made, workspace))
+            operations.append(FollowedOperation(position, numbers.reads(node), made, workspace))
     raise AssertionError("a graph without an output")

@@ -134,9 +134,9 @@ def _outputs(
     """Storages that the caller gets and holds, and those that it frees when the forward is over: it copies them into
     inputs, and nothing else reads them, or drops them."""
     held, copied, dropped = set[int](), set[int](), set[int]()
-    for place, node in enumerate(joint.forward_outputs):
+    for position, node in enumerate(joint.forward_outputs):
         if isinstance(node, fx.Node):
-            results = copied if place in joint.updates else dropped if place in joint.dropped else held
+            results = copied if position in joint.updates else dropped if position in joint.dropped else held
             results.update(reader.of(node))
     held |= copied.intersection(storage for operation in operations for storage in operation.reads)
     return held, (copied | dropped) - held

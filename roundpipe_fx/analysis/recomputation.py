@@ -56,8 +56,8 @@ def selection(values: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
     indices = [user for user in maker.users if user.target is operator.getitem and user.args[1] == 1]
     if not indices or memory_order(values.meta["val"]) is None:
         return None
-    place = _SELECTIONS[maker.target]
-    dim = maker.args[place] if place is not None and len(maker.args) > place else maker.kwargs.get("dim", -1)
+    position = _SELECTIONS[maker.target]
+    dim = maker.args[position] if position is not None and len(maker.args) > position else maker.kwargs.get("dim", -1)
     source = maker.args[0]
     assert isinstance(source, fx.Node) and isinstance(dim, int)
     return source, dim, indices[0]
@@ -134,7 +134,7 @@ def updates_statistics_alone(node: fx.Node) -> bool:
     """Test for a batch norm that only updates its running statistics, which only the output reads."""
     if node.target is not aten._native_batch_norm_legit_functional.default or node.args[5] is not True:
         return False
-    source, weight, running = (node.args[place] for place in (0, 1, 3))
+    source, weight, running = (node.args[position] for position in (0, 1, 3))
     assert isinstance(source, fx.Node) and isinstance(running, fx.Node)
     # The kernel computes in the dtype of the running statistics or, without them, of the weight or the source.
     base = weight if isinstance(weight, fx.Node) else source

@@ -86,8 +86,8 @@ def peak_of_course(
             [*live, LiveValue(name="loss outside", module="", bytes=workspace)], key=lambda value: -value.bytes
         )
     elif workspace:
-        beside = LiveValue(name=f"workspace of {name or call}", module=module, bytes=workspace)
-        live = sorted([*live, beside], key=lambda value: -value.bytes)
+        temporary = LiveValue(name=f"workspace of {name or call}", module=module, bytes=workspace)
+        live = sorted([*live, temporary], key=lambda value: -value.bytes)
     return PeakMoment(bytes=peak.bytes, call=call, value=name, module=module, live=tuple(live), line=line)
 
 

@@ -39,14 +39,14 @@ class CallBytes:
             gradients of earlier microbatches.
         first_peak: the same for the first microbatch, which finds no accumulated gradients.
         gradients: bytes of the gradients that it returns, keyed by the number of the input they belong to.
-        brought: bytes of incoming gradients whose last reader it is.
+        incoming_gradient_bytes: bytes of incoming gradients whose last reader it is.
     """
 
     name: str
     peak: int
     first_peak: int
     gradients: Mapping[int, int]
-    brought: int
+    incoming_gradient_bytes: int
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def simulate_calls(
     course = course_of(forward, backward, tangents, granularity, sums=bool(parameters), follow=follow)
     later = _Calls(course, owners)
     calls = [
-        CallBytes(call.name, peak, first_peak, first.gradient_bytes(index), later.brought(index))
+        CallBytes(call.name, peak, first_peak, first.gradient_bytes(index), later.incoming_gradient_bytes(index))
         for index, (call, first_peak, peak) in enumerate(
             zip(later.calls, first.peaks(()), later.peaks(parameters), strict=True)
         )
@@ -156,7 +156,7 @@ class _Calls:
             total[owner] += self._sizes[storage]
         return total
 
-    def brought(self, index: int) -> int:
+    def incoming_gradient_bytes(self, index: int) -> int:
         """Bytes of incoming gradients whose last reader a call is."""
         return self._bytes(s for s in self._arrived if self._readers.get(s, [-1])[-1] == index)
 
@@ -178,7 +178,9 @@ class _Calls:
             return None
         if any(storage in of_call for of_call in self._gradients):
             return None
-        return next((place for place, storages in enumerate(self.calls[index].returns) if storages == [storage]), None)
+        return next(
+            (position for position, storages in enumerate(self.calls[index].returns) if storages == [storage]), None
+        )
 
     def _outlive_call(self, index: int) -> set[int]:
         """Storages that a call makes and later ones read, or the caller gets."""

@@ -121,7 +121,7 @@ class NotedCall:
         graph: name of the graph.
         inputs: storages of its inputs, by position.
         outputs: storages of its outputs.
-        brought: bytes of inputs that no earlier call of the step has read or returned.
+        new_input_bytes: bytes of inputs that no earlier call of the step has read or returned.
         consumed: whether later calls read all its outputs, so that no loss is computed from them.
         footprint: footprint of its plan when it was recorded.
     """
@@ -129,7 +129,7 @@ class NotedCall:
     graph: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    brought: int
+    new_input_bytes: int
     consumed: bool
     footprint: Footprint
 
@@ -155,7 +155,7 @@ class NotedStep:
             return tuple(numbers.setdefault(storage, len(numbers)) for storage in storages)
 
         calls = tuple(
-            (call.graph, call.brought, call.consumed, numbered(call.inputs), numbered(call.outputs))
+            (call.graph, call.new_input_bytes, call.consumed, numbered(call.inputs), numbered(call.outputs))
             for call in self.calls
         )
         return calls, self.events
@@ -215,7 +215,7 @@ def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
         call = step.calls[number]
         footprint = footprints.get(call.graph, call.footprint)
         if what is NotedEvent.FORWARD:
-            live += call.brought
+            live += call.new_input_bytes
             peak = max(peak, live + footprint.forward)
             live += footprint.held
             if not call.consumed:
@@ -231,12 +231,12 @@ def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
             is_retained = what is NotedEvent.RETAINED
             peak = max(peak, live + (footprint.retained if is_retained else footprint.backward))
             made = sum(footprint.gradients.values())
-            added = [size for place, size in footprint.gradients.items() if call.inputs[place] in totals]
+            added = [size for position, size in footprint.gradients.items() if call.inputs[position] in totals]
             # Autograd accumulates the gradients of an input one after another, out of place the first time.
             freed = 0 if is_retained else footprint.saved
             peak = max(peak, live - freed + made + max(added, default=0))
             live += made - sum(added)
-            totals.update((call.inputs[place], size) for place, size in footprint.gradients.items())
+            totals.update((call.inputs[position], size) for position, size in footprint.gradients.items())
             # The gradients of its outputs, which later calls have computed, have been read.
             live -= sum(totals.pop(storage, 0) for storage in call.outputs)
         else:

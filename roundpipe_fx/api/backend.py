@@ -18,10 +18,10 @@ from torch import fx, nn
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.host_sync import registered_sync_ops
-from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, within_the_rest
 from roundpipe_fx.api.compilation import compile_graph
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.plans_of_modules import add_plan, note_plan, noting_models
+from roundpipe_fx.api.wrapper_memory import WrapperMemory, compile_within_remaining_budget, wrapper_memory_of
 from roundpipe_fx.budget import parse_budget
 from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.frontend.graph_breaks import around_compilations
@@ -41,7 +41,7 @@ def make_backend(
     learned: Learned | None = None,
     pipelining: Pipelining | None = None,
     compile_state: StepCompileState | None = None,
-    beside: Callable[[], BesideGraphs] = BesideGraphs,
+    wrapper_memory: Callable[[], WrapperMemory] = WrapperMemory,
 ) -> Backend:
     """A Dynamo backend with its options bound.
 
@@ -51,7 +51,7 @@ def make_backend(
         learned: what plans assume about run time; steps extend it.
         pipelining: how microbatches are pipelined; ``None``: they are not.
         compile_state: how the first graph of the current step was cut.
-        beside: what others allocate beside graphs, asked when one is compiled.
+        wrapper_memory: what others allocate beside graphs, asked when one is compiled.
     """
     torch_private.enter_around_compilations(_warn_of_others)
     warned: set[UserLine] = set()
@@ -64,10 +64,10 @@ def make_backend(
                 module, example_inputs, options, syncs, on_plan, warned, learned, pipelining, compile_state
             )
 
-        watched = beside()
+        watched = wrapper_memory()
         steps = learned.steps
-        steps.parts, steps.beside, steps.budget = watched.parts, watched.gathered, options.memory_budget
-        return within_the_rest(watched, options, on_plan, compile_within)
+        steps.parts, steps.gathered_bytes, steps.budget = watched.parts, watched.gathered, options.memory_budget
+        return compile_within_remaining_budget(watched, options, on_plan, compile_within)
 
     how = warned, options.memory_budget, learned.steps.runs_eagerly, pipelining is not None
     roundpipe_fx.around_compilations = lambda frame: _around(frame, *how)  # type: ignore[attr-defined]
@@ -116,7 +116,7 @@ def _backend_by_name(
         add_plan(made, plan)
         note_plan((module for reference in references if (module := reference()) is not None), plan)
 
-    run = within_the_rest(beside_graphs_of(modules), parsed, on_plan, compile_within)
+    run = compile_within_remaining_budget(wrapper_memory_of(modules), parsed, on_plan, compile_within)
     return noting_models(run, modules, made)
 
 
@@ -144,16 +144,20 @@ def _refuse_inlined(module: fx.GraphModule, roots: Sequence[nn.Module]) -> None:
         raise torch_private.passed_through(error)
 
 
-_told_of: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_warned_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _warn_of_others(code: CodeType, roots: Sequence[nn.Module]) -> None:
     """Warn if another backend has compiled a module that contains one compiled in place with ours."""
     for root in roots:
         for name, part in root.named_modules():
-            if part._compiled_call_impl is None or part in _told_of or not torch_private.compiled_in_place_by_us(part):
+            if (
+                part._compiled_call_impl is None
+                or part in _warned_models
+                or not torch_private.compiled_in_place_by_us(part)
+            ):
                 continue
-            _told_of.add(part)
+            _warned_models.add(part)
             what = f"{name!r}, a part of the model," if name else "the model"
             warnings.warn_explicit(
                 f"roundpipe_fx: {what} is compiled in place with the backend roundpipe_fx, and now another "

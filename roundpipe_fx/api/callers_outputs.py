@@ -39,7 +39,7 @@ class CallersOutputs:
         self._graph, self._options, self._learned = graph, options, learned
         self._droppable = joint.droppable - learned.held(graph)
         self._held = joint.droppable & learned.held(graph)
-        self._told: frozenset[int] = frozenset()
+        self._reported: frozenset[int] = frozenset()
 
     @property
     def assumed_dropped(self) -> frozenset[int]:
@@ -75,12 +75,12 @@ class CallersOutputs:
             what wraps the programs; ``None``: there is nothing to see.
         """
         assert lowered.backward is not None
-        self._told = lowered.joint.dropped
+        self._reported = lowered.joint.dropped
         if not self._droppable or self._options.outputs == "held":
             return None
-        read = {viewed(node): place for place, node in enumerate(lowered.backward.inputs)}
-        results = {place: viewed(lowered.forward.results[place]) for place in self._droppable}
-        saved = {place: read[node] for place, node in results.items() if node in read}
+        read = {viewed(node): position for position, node in enumerate(lowered.backward.inputs)}
+        results = {position: viewed(lowered.forward.results[position]) for position in self._droppable}
+        saved = {position: read[node] for position, node in results.items() if node in read}
         return DroppedOutputs(self._droppable, saved, lambda held: self._see(held, lowered, correct))
 
     def _see(self, held: frozenset[int], lowered: Lowered, correct: Callable[[Lowered], None]) -> None:
@@ -99,6 +99,6 @@ class CallersOutputs:
         may_replan = bounded and learned.steps.replans and lowered.is_tight
         if may_replan and budget is not None and gained > _WORTH_PLANNING * budget:
             learned.see_dropped(self._graph, self._droppable)
-        elif self._droppable != self._told:
-            self._told = self._droppable
+        elif self._droppable != self._reported:
+            self._reported = self._droppable
             correct(dataclasses.replace(lowered, joint=dataclasses.replace(joint, dropped=self._droppable)))

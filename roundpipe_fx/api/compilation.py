@@ -28,7 +28,7 @@ from roundpipe_fx.budget import Found, Infeasible, Result, plan_or_error
 from roundpipe_fx.codegen import Program, seen_by_autograd
 from roundpipe_fx.compiler.emit import device_of
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.distributed.tensor_parallel import place_gradients
+from roundpipe_fx.distributed.tensor_parallel import redistribute_gradients
 from roundpipe_fx.frontend.capture import capture, is_outermost, joint_graph_of, prepare
 from roundpipe_fx.frontend.graph_breaks import warn_of_graph_break
 from roundpipe_fx.frontend.invalid_backward import warn_of_redrawn_numbers
@@ -133,7 +133,7 @@ class _Compilation:
     def _view(self, module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
         with torch_private.without_modes():
             joint = joint_graph_of(module, num_forward_outputs, self.labels, self.own_gradients)
-            return expect_loss(joint, self.autocast, self.learned.brought(self.operations_name))
+            return expect_loss(joint, self.autocast, self.learned.observed_tangents(self.operations_name))
 
 
 @dataclass(kw_only=True)
@@ -212,7 +212,9 @@ class _OnOneDevice(_Compilation):
         elif self.lowered.static:
             run = returning(run, outputs, None)
         elif gradients is not None:
-            traced = [(place, node.meta["val"]) for place, node in zip(self.differentiated, gradients, strict=True)]
+            traced = [
+                (position, node.meta["val"]) for position, node in zip(self.differentiated, gradients, strict=True)
+            ]
             run = returning(run, outputs, traced)
         see = size_observer(self.lowered.forward.results, self._see_size) if self.lowered.budget is not None else None
         self.observed = self.outputs.observe(self.lowered, self._correct)
@@ -258,12 +260,12 @@ class _OnOneDevice(_Compilation):
         unexpected = {node.name for node in self.lowered.joint.tangents} - {node.name for node in self.lowered.tangents}
         if self.lowered.budget is None or not unexpected:
             return run
-        places = {i: node.name for i, node in enumerate(self.lowered.backward.inputs) if node.name in unexpected}
-        return gradient_observer(run, places, self._see_gradient)
+        positions = {i: node.name for i, node in enumerate(self.lowered.backward.inputs) if node.name in unexpected}
+        return gradient_observer(run, positions, self._see_gradient)
 
     def _see_gradient(self, name: str) -> None:
         """Note an incoming gradient that was not expected."""
-        self.learned.see_brought(self.operations_name, name)
+        self.learned.observe_tangent(self.operations_name, name)
         values = [node.meta["val"] for node in self.lowered.joint.tangents if node.name == name]
         size = sum(torch_private.size_hint(value.numel()) * value.dtype.itemsize for value in values)
         self._tell_of_more("the gradient of an output beside the loss", size)
@@ -424,7 +426,7 @@ def compile_graph(
     warn_of_graph_break(module, warned, options.memory_budget is not None, learned.steps.runs_eagerly)
     prepare(module)
     if pipelining is not None and pipelining.over_processes:
-        place_gradients(module)
+        redistribute_gradients(module)
     labels = [torch_private.input_path(node) for node in module.graph.find_nodes(op="placeholder")]
     name = hashlib.sha256(str(module.graph).encode()).hexdigest()[:8]
     make: Callable[..., _OnOneDevice | _InPipeline]

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from roundpipe_fx.api.compiled_state import CompiledState, NoPlanError
 from roundpipe_fx.api.pipelined_state import PipelinedState, StateOverProcesses
 from roundpipe_fx.api.roundpipe_arguments import in_our_names
-from roundpipe_fx.api.subclassing import instance_beside
+from roundpipe_fx.api.subclassing import make_sharing_instance
 from roundpipe_fx.distributed import own_state
 from roundpipe_fx.distributed.pytorch_stages import pytorch_stages
 from roundpipe_fx.ir.options import Options
@@ -484,7 +484,9 @@ def compiled_module(
     else:
         state = StateOverProcesses(model, options, mesh=mesh, pipelining=pipelining, **settings)
     # Without memory, a model's own methods of these names would write to nothing.
-    compiled = instance_beside(model, CompiledModule, state, [name for name in _OWN if name not in state.of_processes])
+    compiled = make_sharing_instance(
+        model, CompiledModule, state, [name for name in _OWN if name not in state.of_processes]
+    )
     state.compiled.append(weakref.ref(compiled))
     return compiled
 

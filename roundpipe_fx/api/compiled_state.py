@@ -15,11 +15,11 @@ from torch import nn
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.backend import Backend, Unused, evict_unused, evict_when_unused, make_backend
-from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, parameters_gathered
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.plans_of_modules import add_plan
 from roundpipe_fx.api.replanning import replanning
 from roundpipe_fx.api.subclassing import forward_like
+from roundpipe_fx.api.wrapper_memory import WrapperMemory, parameters_gathered, wrapper_memory_of
 from roundpipe_fx.console.progress import working
 from roundpipe_fx.distributed.process_pipeline import ProcessPipeline
 from roundpipe_fx.ir.options import Options
@@ -111,9 +111,9 @@ class CompiledState:
         if self._unused is not None:
             self._unused()
         evict_unused()
-        beside = functools.partial(_beside_graphs, self.compiled)
+        wrapper_memory = functools.partial(_wrapper_memory, self.compiled)
         add = functools.partial(add_plan, self.plans)
-        backend = make_backend(self.options, add, self.learned, pipelining, compile_state, beside)
+        backend = make_backend(self.options, add, self.learned, pipelining, compile_state, wrapper_memory)
         self._unused = evict_when_unused(self, backend)
         return backend
 
@@ -283,10 +283,10 @@ _OPTIMIZER = "roundpipe_fx.optim_parameters"
 """The key of the optimizer's parameters in a state dict's metadata."""
 
 
-def _beside_graphs(compiled: Sequence[weakref.ref[nn.Module]]) -> BesideGraphs:
+def _wrapper_memory(compiled: Sequence[weakref.ref[nn.Module]]) -> WrapperMemory:
     """Allocations of FSDP2 and DDP; not a method, since what Dynamo keeps must not keep the state."""
     models = [reference() for reference in compiled]
-    return beside_graphs_of(model for model in models if model is not None)
+    return wrapper_memory_of(model for model in models if model is not None)
 
 
 def _following(model: nn.Module) -> dict[str, list[str]]:

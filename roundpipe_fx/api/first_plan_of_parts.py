@@ -58,7 +58,7 @@ def _chain(joint: JointGraph, parts: int) -> NotedStep:
             graph="",
             inputs=tuple(range(number * count, (number + 1) * count)),
             outputs=(),
-            brought=0,
+            new_input_bytes=0,
             consumed=number < parts - 1,
             footprint=_EMPTY,
         )

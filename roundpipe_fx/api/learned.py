@@ -26,7 +26,7 @@ from roundpipe_fx.torch_private import ForkedLock
 _FIRST_HEADROOM = 0.02
 _MOST_HEADROOM = 0.5
 _WORKSPACE = "workspace"
-_BROUGHT = "brought"
+_OBSERVED_TANGENT = "brought"
 _EAGER = "eager"
 _HELD, _DROPPED = "held", "dropped"
 _noting = ForkedLock()
@@ -83,13 +83,13 @@ class Learned:
                 self.assumed.setdefault(name, 0)
             self.see(name, size)
 
-    def see_brought(self, graph: str, tangent: str) -> None:
+    def observe_tangent(self, graph: str, tangent: str) -> None:
         """Record that a step has passed an incoming gradient that its plan did not expect."""
-        self.see(f"{_BROUGHT}/{graph} {tangent}", 1)
+        self.see(f"{_OBSERVED_TANGENT}/{graph} {tangent}", 1)
 
-    def brought(self, graph: str) -> frozenset[str]:
+    def observed_tangents(self, graph: str) -> frozenset[str]:
         """Names of the incoming gradients of a graph that steps have passed and plans would not expect."""
-        prefix = f"{_BROUGHT}/{graph} "
+        prefix = f"{_OBSERVED_TANGENT}/{graph} "
         return frozenset(name.removeprefix(prefix) for name in self.assumed if name.startswith(prefix))
 
     def see_failure(self, graph: str) -> None:
@@ -102,20 +102,20 @@ class Learned:
 
     def see_held(self, graph: str, outputs: Collection[int]) -> None:
         """Record outputs of a graph, by number, that a step has held and its plan assumed dropped."""
-        for place in outputs:
-            self.see(f"{_HELD}/{graph} {place}", 1)
+        for position in outputs:
+            self.see(f"{_HELD}/{graph} {position}", 1)
 
     def note_held(self, graph: str, outputs: Collection[int]) -> None:
         """Record outputs of a graph, by number, that a step has held, as its plan assumed."""
-        for place in outputs:
-            name = f"{_HELD}/{graph} {place}"
+        for position in outputs:
+            name = f"{_HELD}/{graph} {position}"
             self.assumed.setdefault(name, 1)
             self.see(name, 1)
 
     def see_dropped(self, graph: str, outputs: Collection[int]) -> None:
         """Record outputs of a graph that a step has dropped and its plan assumed held."""
-        for place in outputs:
-            self.see(f"{_DROPPED}/{graph} {place}", 1)
+        for position in outputs:
+            self.see(f"{_DROPPED}/{graph} {position}", 1)
 
     def held(self, graph: str) -> frozenset[int]:
         """Numbers of the outputs of a graph that some step has held."""

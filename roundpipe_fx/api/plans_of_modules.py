@@ -62,9 +62,9 @@ def note_plan(modules: Iterable[nn.Module], plan: Plan) -> None:
 
 def add_plan(made: list[Plan], plan: Plan) -> None:
     """Add a plan to those of a model, in the place of an earlier one of the same compilation."""
-    for place, earlier in enumerate(made):
+    for position, earlier in enumerate(made):
         if earlier.compilation is plan.compilation:
-            made[place] = plan
+            made[position] = plan
             return
     made.append(plan)
 
@@ -95,12 +95,12 @@ def noting_models(run: Callable[..., Any], modules: Iterable[nn.Module], made: S
             watching = bool(of_owners)
             if not watching:
                 return
-            places = sorted({place for _, names in of_owners for place in names})
+            positions = sorted({position for _, names in of_owners for position in names})
             # What is trained differs most likely between models that share parameters.
-            trained = [place for place in places if inputs[place].requires_grad] or places
+            trained = [position for position in positions if inputs[position].requires_grad] or positions
             first, last = trained[0], trained[-1]
         for cls, names in of_owners:
-            parameters = tuple(weakref.ref(inputs[place]) for place in names)
+            parameters = tuple(weakref.ref(inputs[position]) for position in names)
             _add(_Run(cls, tuple(names.values()), parameters, made), inputs[next(iter(names))])
         at_first, at_last = weakref.ref(inputs[first]), weakref.ref(inputs[last])
 
@@ -119,7 +119,7 @@ def _nothing() -> None:
 def _names_of(owner: nn.Module, inputs: Sequence[Any]) -> dict[int, str]:
     """The names of a module's parameters among the inputs of a graph, by place."""
     names = {id(parameter): name for name, parameter in owner.named_parameters()}
-    return {place: names[id(value)] for place, value in enumerate(inputs) if id(value) in names}
+    return {position: names[id(value)] for position, value in enumerate(inputs) if id(value) in names}
 
 
 def _add(run: _Run, parameter: torch.Tensor) -> None:

@@ -58,7 +58,7 @@ class State(Protocol):
         """The module whose ``generate`` is called for that of an object of a generated class."""
 
 
-def instance_beside(model: nn.Module, mixin: type[T], state: State, names: Iterable[str]) -> T:
+def make_sharing_instance(model: nn.Module, mixin: type[T], state: State, names: Iterable[str]) -> T:
     """An object that equals the model except for its class and its ``forward``.
 
     Args:

@@ -56,9 +56,9 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
     """
     _refuse_own_gradients(joint)
     primals = joint.primals
-    updates = {primals[place]: joint.forward_outputs[output] for output, place in joint.updates.items()}
+    updates = {primals[position]: joint.forward_outputs[output] for output, position in joint.updates.items()}
     changed = set(joint.updates)
-    results = [node for place, node in enumerate(joint.forward_outputs) if place not in changed]
+    results = [node for position, node in enumerate(joint.forward_outputs) if position not in changed]
     returned = tuple(node for node in results if isinstance(node, fx.Node))
     stages = _stages_of(joint)
     last = max(stages.values())
@@ -90,7 +90,7 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
     for stage in range(last + 1):
         received[stage] -= nodes[stage]
     _refuse_skips(joint, stages, received)
-    order = {node: place for place, node in enumerate(joint.graph.nodes)}
+    order = {node: position for position, node in enumerate(joint.graph.nodes)}
     made = []
     for stage in range(last + 1):
         sent = sorted(received[stage + 1], key=order.__getitem__) if stage < last else list(returned)
@@ -161,7 +161,7 @@ def _stage(
     sent: Sequence[fx.Node],
     updates: dict[fx.Node, fx.Node],
 ) -> ForwardStage:
-    order = {node: place for place, node in enumerate(joint.graph.nodes)}
+    order = {node: position for position, node in enumerate(joint.graph.nodes)}
     outputs = [*sent, *updates.values()]
     inputs = {source for node in nodes for source in input_nodes(node)} | set(outputs)
     primals = [node for node in joint.primals if node in inputs]

@@ -28,8 +28,8 @@ def loop_text(loop: TileLoop) -> str:
     output = whole.graph.output_node()
     parts = iter(f"{node.name}_rows" for node in output.args[0])
     names = [next(sums) if result.dim is None else next(parts) for result in loop.results]
-    places = list(range(len(operands)))
-    like = operands[next((place for place in places if loop.dims[place] is not None), 0)]
+    positions = list(range(len(operands)))
+    like = operands[next((position for position in positions if loop.dims[position] is not None), 0)]
     lines = [f"def {loop.__name__}({', '.join(operands)}):"]
     for name, result in zip(names, loop.results, strict=True):
         made = f"torch.empty_strided({result.shape}, {result.stride}, dtype={result.made_in}, device={like}.device)"

@@ -136,10 +136,10 @@ def own_nodes(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule
     pieces = _pieces(joint)
     first: dict[str, list[fx.Node]] = {}
     by_module = {}
-    for place, module in sorted(modules.items()):
-        names = first.setdefault(module.fingerprint, pieces[place])
+    for position, module in sorted(modules.items()):
+        names = first.setdefault(module.fingerprint, pieces[position])
         by_module[module.name] = {
-            node.name: node_of_piece for node, node_of_piece in zip(names, pieces[place], strict=True)
+            node.name: node_of_piece for node, node_of_piece in zip(names, pieces[position], strict=True)
         }
     return by_module
 

@@ -98,15 +98,15 @@ def plan(asked: argparse.Namespace) -> tuple[str, Any]:
     )
     if asked.output is not None:
         asked.output.write_text(planned.to_json())
-    return _told(asked, planned)
+    return _text_and_plan(asked, planned)
 
 
 def show(asked: argparse.Namespace) -> tuple[str, Any]:
     """A plan from a file."""
-    return _told(asked, _read(asked.plan))
+    return _text_and_plan(asked, _read(asked.plan))
 
 
-def _told(asked: argparse.Namespace, plan: Plan) -> tuple[str, Any]:
+def _text_and_plan(asked: argparse.Namespace, plan: Plan) -> tuple[str, Any]:
     if asked.html is not None:
         plan.write_html(asked.html)
     # The JSON takes another search for the frontier's plans, which a large model makes one wait for.

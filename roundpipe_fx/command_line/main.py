@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _LOGGER.debug("The command failed:", exc_info=True)
         *_, frame = traceback.extract_tb(error.__traceback__)
         where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-        told = f"{type(error).__name__}: {error} ({where}); TORCH_LOGS=+roundpipe_fx prints the traceback"
-        return _failed(told, 2)
+        message = f"{type(error).__name__}: {error} ({where}); TORCH_LOGS=+roundpipe_fx prints the traceback"
+        return _failed(message, 2)
     try:
         print(json.dumps(data, indent=1, default=dict) if asked.json else text, flush=True)
     except BrokenPipeError:  # the reader has seen enough

@@ -83,7 +83,7 @@ def mark_as_cached(joint: JointGraph, data: Any) -> JointGraph:
     phases = [Phase(phase) for phase in columns[Mark.PHASE]]
     cut_in = [Segment(*segment) for segment in segments]
     stages = [StageCut(*cut) for cut in cuts]
-    if any(place not in range(len(cut_in)) for place in columns[Mark.SEGMENT]):
+    if any(position not in range(len(cut_in)) for position in columns[Mark.SEGMENT]):
         raise ValueError(f"there are {len(cut_in)} segments")
     for key, values in {**columns, Mark.PHASE: phases}.items():
         for node, value in zip(nodes, values, strict=True):

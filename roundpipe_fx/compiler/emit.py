@@ -101,9 +101,9 @@ def emit(
             else:
                 copies = wanted(values, forward, backward)
             setting = setting.knowing(host_copies=copies)
-        away = {copy.value for copy in setting.context.host_copies}
+        offloaded = {copy.value for copy in setting.context.host_copies}
         # The copy back of a value is waited for on the main stream alone.
-        reading = {call.name for call in backward.calls if any(node.name in away for node in call.inputs)}
+        reading = {call.name for call in backward.calls if any(node.name in offloaded for node in call.inputs)}
         overlapped = modules_to_overlap(joint, backward, unfilled) - reading
         _rewrite_program(backward, setting, overlapped)
     _rewrite_program(forward, setting)

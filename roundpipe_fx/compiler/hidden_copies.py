@@ -76,16 +76,18 @@ def hidden_copies(
         enough: bytes; no more values leave once they have so many.
         room: bytes that they have at most.
     """
-    places = {name: place for place, (name, _) in enumerate(backward)}
-    away = _leaving(values, forward, places, byte_seconds, enough, room)
+    positions = {name: position for position, (name, _) in enumerate(backward)}
+    offloaded = _leaving(values, forward, positions, byte_seconds, enough, room)
     begins = [0.0, *accumulate(seconds for _, seconds in backward)]
     link = begins[-1]
     copies = []
-    for leaving in sorted(away, key=lambda one: -one.back):  # the last to come back first, from the end of the step
+    for leaving in sorted(
+        offloaded, key=lambda one: -one.back
+    ):  # the last to come back first, from the end of the step
         link = min(begins[leaving.back], link) - leaving.value.bytes * byte_seconds
         if link < 0:
             break  # all others are read earlier still
-        during = max(place for place in range(leaving.back) if begins[place] <= link)
+        during = max(position for position in range(leaving.back) if begins[position] <= link)
         reloaded = starts_of_stages[during]
         if leaving.freed == len(forward) - 1 and reloaded == 0:
             continue  # it would not be away while anything runs
@@ -110,13 +112,13 @@ def _leaving(
     room: int,
 ) -> list[_LeavingValue]:
     """The values whose copies to the host end before the forward does."""
-    calls = {name: place for place, (name, _) in enumerate(forward)}
+    calls = {name: position for position, (name, _) in enumerate(forward)}
     ends = [*accumulate(seconds for _, seconds in forward)]
     by_maker: dict[int, list[MayLeave]] = {}
     for value in values:
         by_maker.setdefault(calls[value.maker], []).append(value)
     link, left = 0.0, 0
-    away: list[_LeavingValue] = []
+    offloaded: list[_LeavingValue] = []
     for maker, made in sorted(by_maker.items()):
         group = []
         for value in made:
@@ -126,12 +128,12 @@ def _leaving(
                 left += value.bytes
         # Copies of one call's results follow each other in any order.
         link = max(link, ends[maker]) + sum(value.bytes for value in group) * byte_seconds
-        over = next((place for place, end in enumerate(ends) if end >= link), None)
+        over = next((position for position, end in enumerate(ends) if end >= link), None)
         if over is None:
             break
         for value in group:
             last = max([maker + 1, *(calls[reader] for reader in value.readers if reader in calls)])
             back = min(backward[reader] for reader in value.readers if reader in backward)
             if max(over, last) < len(forward) and back:
-                away.append(_LeavingValue(value, max(over, last), back))
-    return away
+                offloaded.append(_LeavingValue(value, max(over, last), back))
+    return offloaded

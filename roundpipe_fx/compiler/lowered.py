@@ -115,7 +115,7 @@ class Lowered:
     @functools.cached_property
     def parameters(self) -> frozenset[int]:
         """Numbers of the inputs that are parameters or buffers."""
-        return frozenset(place for place, node in enumerate(self.forward.inputs) if node in self.joint.parameters)
+        return frozenset(position for position, node in enumerate(self.forward.inputs) if node in self.joint.parameters)
 
     def followed_by(self, follow: Follow) -> Lowered:
         """The same, whose peak is that of the code that the stages' compiler writes."""

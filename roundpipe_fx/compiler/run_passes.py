@@ -68,9 +68,9 @@ def edited_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[
                 f"passes: {item.name!r} works on a {item.level}, and comes after {before.name!r}, which works on a "
                 f"{before.level}. Levels run in this order: {', '.join(levels)}."
             )
-    for place, item in enumerate(edited):
+    for position, item in enumerate(edited):
         for need in item.needs:
-            if need not in names[:place]:
+            if need not in names[:position]:
                 where = f"which comes after it; put {need!r} first" if need in names else "which is missing"
                 raise InvalidPassesError(f"passes: {item.name!r} needs {need!r}, {where}.")
     lacking = [name for name in _EMISSION_NEEDS if name not in names]

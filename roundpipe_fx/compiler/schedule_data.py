@@ -72,13 +72,13 @@ def schedule_from_data(data: Any, joint: JointGraph) -> RematSchedule:
 def _check_backward(blocks: Sequence[RematBlock], joint: JointGraph) -> None:
     """Raise if an operation of the backward does not run exactly once, or runs before one that it reads."""
     run = [op.node for block in blocks for op in block.ops if op.form is None]
-    places = {node: place for place, node in enumerate(run)}
-    if len(places) != len(run):
+    positions = {node: position for position, node in enumerate(run)}
+    if len(positions) != len(run):
         raise ValueError("an operation of the backward runs twice")
     for node in joint.in_phase(Phase.BACKWARD):
         implied = node.target is operator.getitem or is_view(node) or is_symbolic_scalar(node) or has_side_effect(node)
-        if node not in places and not implied:
+        if node not in positions and not implied:
             raise ValueError(f"{node.name} does not run")
-    for node, place in places.items():
-        if any(places.get(source, -1) > place for source in node.all_input_nodes):
+    for node, position in positions.items():
+        if any(positions.get(source, -1) > position for source in node.all_input_nodes):
             raise ValueError(f"{node.name} runs before an operation that it reads")

@@ -112,15 +112,15 @@ def hidden(
     def timed(program: Program) -> list[tuple[str, float]]:
         return [(call.name, seconds[call.stage, call.phase]) for call in program.calls]
 
-    starts = [_first_of_stage(backward.calls, place) for place in range(len(backward.calls))]
+    starts = [_first_of_stage(backward.calls, position) for position in range(len(backward.calls))]
     values = [value for value in values if value.bytes >= _SMALLEST]
     return hidden_copies(values, timed(forward), timed(backward), starts, byte_seconds, enough, room)
 
 
 def _copies(value: MayLeave, forward: Sequence[StageModule], backward: Sequence[StageModule]) -> list[ValueOnHost]:
     """The copy of a value that the user wants on the host; none if nothing would run while it is there."""
-    there = {call.name: place for place, call in enumerate(forward)}
-    back = {call.name: place for place, call in enumerate(backward)}
+    there = {call.name: position for position, call in enumerate(forward)}
+    back = {call.name: position for position, call in enumerate(backward)}
     freed = max([there[value.maker] + 1, *(there[reader] for reader in value.readers if reader in there)])
     readers = [back[reader] for reader in value.readers if reader in back]
     if not readers or freed >= len(forward):
@@ -140,11 +140,11 @@ def _copies(value: MayLeave, forward: Sequence[StageModule], backward: Sequence[
     ]
 
 
-def _first_of_stage(calls: Sequence[StageModule], place: int) -> int:
+def _first_of_stage(calls: Sequence[StageModule], position: int) -> int:
     """Place of the first call of the stage that a call is of."""
-    while place and calls[place - 1].stage == calls[place].stage:
-        place -= 1
-    return place
+    while position and calls[position - 1].stage == calls[position].stage:
+        position -= 1
+    return position
 
 
 def wants_host(joint: JointGraph, device: str) -> bool:

@@ -60,8 +60,8 @@ def working(what: str) -> Iterator[None]:
     Args:
         what: a few words for people.
     """
-    told = f"roundpipe_fx: {what}"
-    line = tqdm(desc=told, bar_format="{desc}, {elapsed}", **_shown())
+    message = f"roundpipe_fx: {what}"
+    line = tqdm(desc=message, bar_format="{desc}, {elapsed}", **_shown())
     if line.disable:
         yield
         return

@@ -41,11 +41,11 @@ class GradientBucket:
     """Gradients of a stage.
 
     Attributes:
-        place: number of the instruction after which they are complete, and those of the buckets in front too.
+        position: number of the instruction after which they are complete, and those of the buckets in front too.
         keys: identities of the parameters.
     """
 
-    place: int
+    position: int
     keys: tuple[int, ...]
 
 
@@ -54,12 +54,12 @@ class GradientReduction:
     """Gradients that are reduced as one tensor.
 
     Attributes:
-        place: number of the instruction after which they are complete.
+        position: number of the instruction after which they are complete.
         keys: identities of the parameters.
         waits: whether it waits for all reductions before it.
     """
 
-    place: int
+    position: int
     keys: tuple[int, ...]
     waits: bool = False
 
@@ -102,17 +102,17 @@ def buckets_of(
     """
     last: dict[int, int] = {}
     stage: dict[int, int] = {}
-    for place, of_rank in enumerate(instructions):
+    for position, of_rank in enumerate(instructions):
         batch = of_rank.action.microbatch
         for _, number in (*of_rank.gradients, *of_rank.sums):
             key = id(primals[batch][programs[batch].gradients[number].primal])
-            last[key] = place
+            last[key] = position
             stage[key] = min(stage.get(key, of_rank.action.stage), of_rank.action.stage)
     buckets: list[GradientBucket] = []
     for own_stage in sorted(set(stage.values()), reverse=True):
         keys = tuple(key for key in parameters if stage.get(key) == own_stage and key not in late)
         if keys:
-            before = buckets[-1].place if buckets else 0
+            before = buckets[-1].position if buckets else 0
             buckets.append(GradientBucket(max(before, *(last[key] for key in keys)), keys))
     return buckets
 
@@ -133,12 +133,12 @@ def reductions_of(
         for key in bucket.keys:
             kinds.setdefault((parameters[key].dtype, key in sharded), []).append(key)
         groups = [
-            tuple(keys[place] for place in places)
+            tuple(keys[position] for position in positions)
             for (dtype, is_sharded), keys in kinds.items()
-            for places in reduced_together([parameters[key].numel() * dtype.itemsize for key in keys], is_sharded)
+            for positions in reduced_together([parameters[key].numel() * dtype.itemsize for key in keys], is_sharded)
         ]
         reductions += [
-            GradientReduction(place=bucket.place, keys=keys, waits=bool(sharded) and keys is groups[0])
+            GradientReduction(position=bucket.position, keys=keys, waits=bool(sharded) and keys is groups[0])
             for keys in groups
         ]
     return reductions
@@ -171,14 +171,14 @@ class Averaging:
     _started: list[tuple[Any, Callable[[], None]]] = field(default_factory=list)
     """Operations, and what is to be done once each of them is over."""
 
-    def after(self, place: int, sums: GradientAccumulator) -> None:
+    def after(self, position: int, sums: GradientAccumulator) -> None:
         """Start the reductions of what is complete after an instruction.
 
         Args:
-            place: number of the instruction.
+            position: number of the instruction.
             sums: the rank's gradients, from which those that are reduced are removed.
         """
-        while self.reductions and self.reductions[0].place <= place:
+        while self.reductions and self.reductions[0].position <= position:
             if self.reductions[0].waits:
                 self.wait()
             self._start(self.reductions[0].keys, sums.release)

@@ -187,7 +187,7 @@ def save_files(ownership: Ownership, group: PipelineGroup, path: str | Path) -> 
     tensors = _tensors_to_write(ownership, group)
     all_names: list[list[str]] = everyone.gather(list(tensors))
     writers = [rank for rank, names in enumerate(all_names) if names]
-    files = {rank: _file_name(place, len(writers)) for place, rank in enumerate(writers)}
+    files = {rank: _file_name(position, len(writers)) for position, rank in enumerate(writers)}
     mine = files.get(everyone.rank)
     try:
         with together(everyone, "save the model"):
@@ -229,8 +229,8 @@ def _tensors_to_write(ownership: Ownership, group: PipelineGroup) -> dict[str, t
     return tensors
 
 
-def _file_name(place: int, count: int) -> str:
-    return SINGLE_FILE if count == 1 else f"model-{place + 1:05}-of-{count:05}.safetensors"
+def _file_name(position: int, count: int) -> str:
+    return SINGLE_FILE if count == 1 else f"model-{position + 1:05}-of-{count:05}.safetensors"
 
 
 def _write(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:

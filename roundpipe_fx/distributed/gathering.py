@@ -93,15 +93,16 @@ def refuse_escapes(
                 check(batch, primal, "the step returns")
     for instruction in (instruction for of_rank in instructions for instruction in of_rank):
         program, batch = programs[instruction.action.microbatch], instruction.action.microbatch
-        for _, places in instruction.sends:
-            for _, number in places:
+        for _, positions in instruction.sends:
+            for _, number in positions:
                 check(batch, program.views.get(number), f"stage {instruction.action.stage} sends another rank")
 
 
 def text_of(steps: Mapping[int, PrefetchStep], names: Mapping[int, str]) -> str:
     """The gathers of a run in order, for comparison between replicas."""
     return "\n".join(
-        " ".join(names[id(value)] for value in (*steps[place].first, *steps[place].ahead)) for place in sorted(steps)
+        " ".join(names[id(value)] for value in (*steps[position].first, *steps[position].ahead))
+        for position in sorted(steps)
     )
 
 
@@ -119,15 +120,15 @@ class Gathering:
         self._started: list[tuple[Any, torch.Tensor, list[ShardedParameter]]] = []
         """Operations, what each of them fills, and the small parameters that it is copied to."""
 
-    def drop(self, place: int) -> None:
+    def drop(self, position: int) -> None:
         """Called before each instruction and after the last one: what is not read soon is freed then."""
-        if place in self._steps:
-            for value in self._steps[place].drops:
+        if position in self._steps:
+            for value in self._steps[position].drops:
                 self._shards.by_traced[id(value)].free()
 
-    def before(self, place: int) -> None:
+    def before(self, position: int) -> None:
         """Called after :meth:`drop`: what the instruction reads is gathered then."""
-        step = self._steps.get(place)
+        step = self._steps.get(position)
         if step is None:
             return
         self._start(step.first)

@@ -66,7 +66,7 @@ class Replicas(Ranks):
 
     def share_tensor(self, value: torch.Tensor) -> None:
         """Overwrite a dense tensor with the first replica's. Every rank must call it."""
-        dist.broadcast(value, group_src=self.place(0), group=self._group(value))
+        dist.broadcast(value, group_src=self.group_rank(0), group=self._group(value))
 
     def _group(self, value: torch.Tensor) -> dist.ProcessGroup:
         return self._host() if value.device.type == "cpu" else self._tensors()
@@ -94,7 +94,7 @@ class PipelineGroup(Ranks):
         any_group = mesh.get_group(PIPELINE if PIPELINE in names else DATA)
         timeout, backend = group_timeout(any_group, mesh.device_type), _backend_of(any_group, mesh.device_type)
         ranks = _ranks_of(mesh)
-        replica, part, _ = place = next(
+        replica, part, _ = coordinates = next(
             (replica, part, number)
             for replica, of_replica in enumerate(ranks)
             for part, of_part in enumerate(of_replica)
@@ -119,7 +119,7 @@ class PipelineGroup(Ranks):
             self.sharers = Ranks([rank for of_part in ranks[replica] for rank in of_part], timeout, "the pipeline")
         self.everyone = self.sharers
         if len(ranks) > 1:
-            self.replicas = Replicas([of_replica[part][place[2]] for of_replica in ranks], timeout, backend)
+            self.replicas = Replicas([of_replica[part][coordinates[2]] for of_replica in ranks], timeout, backend)
             all_ranks = [rank for of_replica in ranks for of_part in of_replica for rank in of_part]
             self.everyone = Ranks(all_ranks, timeout, "the pipelines")
 
@@ -132,7 +132,7 @@ class PipelineGroup(Ranks):
     def share_tensor(self, value: torch.Tensor, root: int) -> None:
         """Overwrite a dense tensor with a rank's. Every rank must call it."""
         group = self._host if value.device.type == "cpu" else self._up
-        dist.broadcast(value, group_src=self.place(root), group=group())
+        dist.broadcast(value, group_src=self.group_rank(root), group=group())
 
     def start_send(self, value: torch.Tensor, target: int, channel: int) -> dist.Work:
         """Start sending a dense tensor, which must not be freed or changed until it was waited for.
@@ -142,13 +142,17 @@ class PipelineGroup(Ranks):
             target: number of the receiver.
             channel: messages between two ranks arrive in order within a channel.
         """
-        work = dist.isend(value, group=self._group(self.rank, target, value), tag=channel, group_dst=self.place(target))
+        work = dist.isend(
+            value, group=self._group(self.rank, target, value), tag=channel, group_dst=self.group_rank(target)
+        )
         assert work is not None
         return work
 
     def start_receive(self, value: torch.Tensor, source: int, channel: int) -> dist.Work:
         """Start receiving into a dense tensor: see :meth:`start_send`."""
-        work = dist.irecv(value, group=self._group(source, self.rank, value), tag=channel, group_src=self.place(source))
+        work = dist.irecv(
+            value, group=self._group(source, self.rank, value), tag=channel, group_src=self.group_rank(source)
+        )
         assert work is not None
         return work
 

@@ -239,9 +239,9 @@ class ProcessPipeline(Local):
             readers = dict.fromkeys(readers, frozenset(range(self.group.size)))
         self.ownership.refuse_shared_updates(
             (
-                primals[place]
+                primals[position]
                 for program, primals in zip(captured.programs, captured.primals, strict=True)
-                for place in program.mutations.values()
+                for position in program.mutations.values()
             ),
             readers,
         )
@@ -357,7 +357,9 @@ class ProcessPipeline(Local):
         for output in shared_outputs:
             if output not in end.outputs:
                 of_batch = finished.outputs[output.microbatch]
-                of_batch[output.place] = shared_value(self.group, of_batch[output.place], output.layout, output.root)
+                of_batch[output.position] = shared_value(
+                    self.group, of_batch[output.position], output.layout, output.root
+                )
         replace_updates(captured, where, finished.outputs, rank)
         if differentiates and not captured.averaged:
             self.replication.note_unsynchronized(finished.gradients)
@@ -415,7 +417,7 @@ class ProcessPipeline(Local):
         """After a step has updated buffers: replicas get the first one's."""
         if isinstance(captured, AgreedCalls) and not captured.alone:
             self.replication.share_tensors(
-                primals[place]
+                primals[position]
                 for program, primals in zip(captured.programs, captured.primals, strict=True)
-                for place in program.mutations.values()
+                for position in program.mutations.values()
             )

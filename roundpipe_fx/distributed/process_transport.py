@@ -101,7 +101,7 @@ class ProcessTransport:
         """By sender, in order, parcels whose tensors are not being received yet."""
         self._leaving: deque[tuple[int, list[Any]]] = deque()
         self._late: list[Any] = []
-        self._place, self._sent = -1, True
+        self._position, self._sent = -1, True
         self._looked = time.monotonic()
         self._stopped, self._follows = False, False
 
@@ -112,7 +112,7 @@ class ProcessTransport:
         self._combine, self._averaging = combine, averaging
         return self
 
-    def before(self, device: int, place: int) -> None:
+    def before(self, device: int, position: int) -> None:
         """Start receives, and wait for what was sent earlier."""
         if time.monotonic() - self._looked > _LOOK:
             self._looked = time.monotonic()
@@ -120,25 +120,25 @@ class ProcessTransport:
                 raise Stopped
         if self._stopped:
             raise Stopped
-        self._begin(place)
+        self._begin(position)
 
-    def _begin(self, place: int) -> None:
-        self._place, self._sent = place, False
+    def _begin(self, position: int) -> None:
+        self._position, self._sent = position, False
         begin_stage()
-        whole = place == len(self._transfers.starts)
+        whole = position == len(self._transfers.starts)
         if self.gathering is not None:
-            self.gathering.drop(place)  # what is received now is counted beside what stays
+            self.gathering.drop(position)  # what is received now is counted beside what stays
         # First receives are started: other ranks may wait for them before they start those that this one waits for.
-        for parcel in () if whole else self._transfers.starts[place]:
+        for parcel in () if whole else self._transfers.starts[position]:
             self._start(parcel)
-        while self._leaving and (whole or self._leaving[0][0] < place - self._lag):
+        while self._leaving and (whole or self._leaving[0][0] < position - self._lag):
             for work, _ in self._leaving.popleft()[1]:
                 work.wait()
         while whole and self._late:
             work, _ = self._late.pop(0)
             work.wait()
         if self.gathering is not None:
-            self.gathering.before(place)
+            self.gathering.before(position)
 
     def _start(self, parcel: Parcel) -> None:
         arriving = _Arriving(parcel)
@@ -196,11 +196,11 @@ class ProcessTransport:
 
     def pack(self, device: int, instruction: Instruction, results: Sequence[Any]) -> list[Any]:
         """The results that each receiver reads."""
-        return [[results[place] for place, _ in places] for _, places in instruction.sends]
+        return [[results[position] for position, _ in positions] for _, positions in instruction.sends]
 
     def send(self, device: int, instruction: Instruction, messages: list[Any]) -> None:
         """Start sending to each receiver."""
-        parcels = self._transfers.sends[self._place]
+        parcels = self._transfers.sends[self._position]
         packed = [
             (parcels[peer], _packed(parcels[peer], values))
             for (peer, _), values in zip(instruction.sends, messages, strict=True)
@@ -227,12 +227,12 @@ class ProcessTransport:
         if parcel.target in self._transfers.late:
             self._late += works
         else:
-            self._leaving.append((self._place, works))
+            self._leaving.append((self._position, works))
 
-    def accumulated(self, device: int, place: int, sums: GradientAccumulator) -> None:
+    def accumulated(self, device: int, position: int, sums: GradientAccumulator) -> None:
         """Start averaging the gradients that are complete."""
         if self._averaging is not None:
-            self._averaging.after(place, sums)
+            self._averaging.after(position, sums)
 
     def stop(self) -> None:
         """Make the worker stop before its next action."""
@@ -248,21 +248,21 @@ class ProcessTransport:
             if self._averaging is not None:
                 self._averaging.go_without_values()
             self._go_without_values(device)
-            while self._place < len(self._transfers.starts):
-                self._begin(self._place + 1)
+            while self._position < len(self._transfers.starts):
+                self._begin(self._position + 1)
                 self._go_without_values(device)
         except RuntimeError:
             note_lost_rank()  # the other end is gone too; what it left behind ends with its process
 
     def _go_without_values(self, device: int) -> None:
         """Receive what the current instruction reads, and run collectives and send with zeros."""
-        if not 0 <= self._place < len(self._transfers.starts):
+        if not 0 <= self._position < len(self._transfers.starts):
             return
-        for parcel in self._transfers.reads[self._place]:
+        for parcel in self._transfers.reads[self._position]:
             self.receive(device, parcel.step, parcel.microbatch)
-        for run in () if self._sent else self._collectives[self._place][started() :]:
+        for run in () if self._sent else self._collectives[self._position][started() :]:
             run()
-        for parcel in () if self._sent else self._transfers.sends[self._place].values():
+        for parcel in () if self._sent else self._transfers.sends[self._position].values():
             self._start_sending(parcel, *_zeros(parcel, self._group.device))
         self._sent = True
 

@@ -147,15 +147,15 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
             )
         stages = forward_stages(joint)
         ranks = _ranks_of(traced.instructions, len(stages))
-        places = {node: place for place, node in enumerate(joint.primals)}
+        positions = {node: position for position, node in enumerate(joint.primals)}
         primals = traced.captured.primals[0]
         tensors = {id(value): value for _, value in ownership.named()}
         sources = _sources(
-            traced, [primals[places[node]] for exported in stages for node in exported.primals], processes
+            traced, [primals[positions[node]] for exported in stages for node in exported.primals], processes
         )
-        read = [{id(primals[places[node]]) for node in exported.primals} & tensors.keys() for exported in stages]
+        read = [{id(primals[positions[node]]) for node in exported.primals} & tensors.keys() for exported in stages]
         wanted = _read_elsewhere(ownership.owners or {}, tensors, read, ranks)
-        metas = _metas(stages, [[primals[places[node]] for node in exported.primals] for exported in stages])
+        metas = _metas(stages, [[primals[positions[node]] for node in exported.primals] for exported in stages])
     owners = ownership.owners or {}
     for key in wanted:
         value = shared_value(group, tensors[key].detach(), ValueLayout.of(tensors[key]), min(owners[key]))
@@ -166,7 +166,7 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
     for number, stage in enumerate(stages):
         if ranks[number] != group.rank:
             continue
-        tensors_of_stage = [sources[id(primals[places[node]])] for node in stage.primals]
+        tensors_of_stage = [sources[id(primals[positions[node]])] for node in stage.primals]
         signature = inspect.signature(ownership.model.forward)
         module = _Stage(
             stage=stage,

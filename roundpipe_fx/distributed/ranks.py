@@ -99,7 +99,7 @@ class Ranks:
     def __init__(self, ranks: Sequence[int], timeout: timedelta, name: str) -> None:
         self.size, self.rank, self.name = len(ranks), list(ranks).index(dist.get_rank()), name
         self.ranks, self._timeout = list(ranks), timeout
-        self._places = [sorted(ranks).index(rank) for rank in ranks]
+        self._positions = [sorted(ranks).index(rank) for rank in ranks]
         self._host = self._another("gloo")
         self._unique = self.share(uuid.uuid4().hex, 0)
         self._store = default_store()
@@ -109,23 +109,23 @@ class Ranks:
         """A process group of their own."""
         return OwnGroup(self.ranks, self._timeout, backend)
 
-    def place(self, number: int) -> int:
+    def group_rank(self, number: int) -> int:
         """A rank's number in the process groups, which order ranks as the default group does."""
-        return self._places[number]
+        return self._positions[number]
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, in order of ranks. Every rank must call it."""
         gathered: list[Any] = [None] * self.size
         with _all_take_part():
             dist.all_gather_object(gathered, value, group=self._host())
-        return [gathered[place] for place in self._places]
+        return [gathered[position] for position in self._positions]
 
     def gather_record(self, record: torch.Tensor) -> torch.Tensor:
         """A one-dimensional tensor of every rank, equally large on all, by rank. Every rank must call it."""
         gathered = record.new_empty(self.size * len(record))
         with _all_take_part():
             gather_into(gathered, record, self._host()).wait()
-        return gathered.view(self.size, -1)[self._places]
+        return gathered.view(self.size, -1)[self._positions]
 
     def maximum(self, record: torch.Tensor) -> None:
         """Overwrite a tensor with the largest elements of all ranks. Every rank must call it."""
@@ -136,7 +136,7 @@ class Ranks:
         """A rank's value, on every rank. Every rank must call it."""
         box = [value]
         with _all_take_part():
-            dist.broadcast_object_list(box, group_src=self.place(root), group=self._host())
+            dist.broadcast_object_list(box, group_src=self.group_rank(root), group=self._host())
         return box[0]
 
     def next_run(self) -> int:

@@ -138,15 +138,15 @@ def shared_outputs_of(
     """
     for batch, program in enumerate(captured.programs):
         makers = {number: step for step, code in program.steps.items() for number in code.outputs}
-        for place, source in enumerate(program.outputs):
+        for position, source in enumerate(program.outputs):
             root, computed = None, False
-            if source is not None and source.kind == "value" and place not in program.mutations:
+            if source is not None and source.kind == "value" and position not in program.mutations:
                 root, computed = where.get((makers[source.index], batch)), True  # None: of the forward, an earlier run
             elif source is not None and source.kind == "primal":
                 root = min(owners.get(id(captured.primals[batch][source.index]), ()), default=None)
             if root is not None:
-                layout = ValueLayout.of(captured.graphs[batch].outputs[place])
-                yield SharedOutput(batch, place, layout, root, computed)
+                layout = ValueLayout.of(captured.graphs[batch].outputs[position])
+                yield SharedOutput(batch, position, layout, root, computed)
 
 
 def replace_updates(captured: CapturedCalls, where: Where, outputs: Sequence[list[Any]], rank: int) -> None:
@@ -160,13 +160,13 @@ def replace_updates(captured: CapturedCalls, where: Where, outputs: Sequence[lis
     """
     for batch, program in enumerate(captured.programs):
         makers = {number: step for step, code in program.steps.items() for number in code.outputs}
-        for place, primal in program.mutations.items():
-            source = program.outputs[place]
+        for position, primal in program.mutations.items():
+            source = program.outputs[position]
             if source is not None and source.kind == "value":
                 root = where.get((makers[source.index], batch))
                 if root is not None and root != rank:
                     like = captured.primals[batch][primal]
-                    outputs[batch][place] = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
+                    outputs[batch][position] = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
 def end_bytes_of(captured: CapturedCalls, device: torch.device) -> EndBytes:
@@ -177,10 +177,10 @@ def end_bytes_of(captured: CapturedCalls, device: torch.device) -> EndBytes:
         device: of whose generator they draw.
     """
     layouts = (
-        ValueLayout.of(captured.graphs[batch].outputs[place])
+        ValueLayout.of(captured.graphs[batch].outputs[position])
         for batch, program in enumerate(captured.programs)
-        for place, source in enumerate(program.outputs)
-        if source is not None and source.kind == "value" and place not in program.mutations
+        for position, source in enumerate(program.outputs)
+        if source is not None and source.kind == "value" and position not in program.mutations
     )
     draws = any(program.draws for program in captured.programs)
     return EndBytes.of(layouts, len(state_of(device)) if draws else 0)

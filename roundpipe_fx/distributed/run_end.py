@@ -40,14 +40,14 @@ class SharedOutput:
 
     Attributes:
         microbatch: whose it is.
-        place: among the outputs.
+        position: among the outputs.
         layout: of it.
         root: the rank of the pipeline that has it.
         computed: whether a stage has computed it; an input's is known only after the run.
     """
 
     microbatch: int
-    place: int
+    position: int
     layout: ValueLayout
     root: int
     computed: bool
@@ -132,7 +132,7 @@ class RunEnd:
                 of_state[1:] = self.stream.state
             for output, part in zip(self.outputs, parts, strict=True):
                 if output.root == self.rank:
-                    part.copy_(_bytes(outputs[output.microbatch][output.place], output.layout))
+                    part.copy_(_bytes(outputs[output.microbatch][output.position], output.layout))
         self.ranks.maximum(record)
         if record[0]:
             return True
@@ -141,7 +141,7 @@ class RunEnd:
             self.stream.drawn = True
         for output, part in zip(self.outputs, parts, strict=True):
             if output.root != self.rank:
-                outputs[output.microbatch][output.place] = _value(part, output.layout, self.device)
+                outputs[output.microbatch][output.position] = _value(part, output.layout, self.device)
         return False
 
 

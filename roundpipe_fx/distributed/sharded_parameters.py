@@ -162,7 +162,7 @@ class ShardedParameters:
         self.receivers: dict[int, nn.Parameter] = {}
         self._traced: dict[int, nn.Parameter] = {}
         """By identity of the DTensor."""
-        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        self._attributes: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         """Where traced parameters are registered, and their names there."""
 
     def shard(self, model: nn.Module, owned: Iterable[tuple[str, torch.Tensor]], unloaded: set[int]) -> None:
@@ -182,12 +182,12 @@ class ShardedParameters:
                 made = self._sharded(value, with_values=id(value) not in unloaded)
                 self.by_traced[id(value)], dtensor = made, made.dtensor
             else:
-                dtensor = _in_place_of(value, _distributed(value.detach(), self.mesh, value, Replicate()))
+                dtensor = _substitute_for(value, _distributed(value.detach(), self.mesh, value, Replicate()))
             self.receivers[id(value)], self._traced[id(dtensor)] = dtensor, value
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in self.receivers:
-                    self._places.append((module._parameters, name, parameter))
+                    self._attributes.append((module._parameters, name, parameter))
         self._register(traced=False)
 
     def _sharded(self, value: nn.Parameter, with_values: bool) -> ShardedParameter:
@@ -196,7 +196,7 @@ class ShardedParameters:
         chunk = -(-value.shape[0] // parts)
         rows = max(min(value.shape[0] - part * chunk, chunk), 0)
         padded = torch.zeros((chunk, *value.shape[1:]), dtype=value.dtype, device=value.device)
-        parameter = _in_place_of(value, _distributed(padded[:rows], self.mesh, value, Shard(0)))
+        parameter = _substitute_for(value, _distributed(padded[:rows], self.mesh, value, Shard(0)))
         made = ShardedParameter(traced=value, dtensor=parameter, parts=parts, part=part)
         if with_values:
             made.write(value.data)
@@ -259,11 +259,11 @@ class ShardedParameters:
             self._register(traced=False)
 
     def _register(self, traced: bool) -> None:
-        for registered, name, parameter in self._places:
+        for registered, name, parameter in self._attributes:
             registered[name] = parameter if traced else self.receivers[id(parameter)]
 
 
-def _in_place_of(value: nn.Parameter, distributed: DTensor) -> nn.Parameter:
+def _substitute_for(value: nn.Parameter, distributed: DTensor) -> nn.Parameter:
     parameter = nn.Parameter(distributed, value.requires_grad)
     parameter.__dict__.update(value.__dict__)
     return parameter

@@ -23,7 +23,7 @@ from roundpipe_fx.ir.collectives import DistributedTensorError
 from roundpipe_fx.torch_private import parts_sharded_alone
 
 
-def place_gradients(module: fx.GraphModule) -> None:
+def redistribute_gradients(module: fx.GraphModule) -> None:
     """Let gradients of distributed tensors be placed as these are, in place.
 
     A layer may leave a gradient as sums of which each rank has a part, as that of a norm over parts of a sequence is.

@@ -3,8 +3,9 @@
 What one rank sends to another arrives in the order in which it is sent, and NCCL fills the receives in the order in
 which they were started. So receives are started in the order of the sender's sends, whatever order the receiver reads
 them in. Each is started just before the first action during which it can arrive: only those actions of the receiver
-that the sender's action depends on are certain to be over by then (as in :mod:`roundpipe_fx.schedules.places`).
-The plan counts a received value from the same action on, so started receives take no memory that it does not know. ::
+that the sender's action depends on are certain to be over by then (vector clocks, as in
+:mod:`roundpipe_fx.schedules.action_positions`). The plan counts a received value from the same action on,
+so started receives take no memory that it does not know. ::
 
     rank 0   F0.0 S:F0.0>1   V:B1.0<1 F0.1 S:F0.1>1   V:B1.1<1 B0.0   B0.1
     rank 1   V:F0.0<0 V:F0.1<0 F1.0   B1.0 S:B1.0>0   F1.1   B1.1 S:B1.1>0
@@ -97,9 +98,9 @@ def transfers_of(
         for rank, of_rank in enumerate(instructions)
     ]
     made = {
-        (rank, parcel.target, parcel.step, parcel.microbatch): (place, parcel)
+        (rank, parcel.target, parcel.step, parcel.microbatch): (position, parcel)
         for rank, of_rank in enumerate(sends)
-        for place, parcels in enumerate(of_rank)
+        for position, parcels in enumerate(of_rank)
         for parcel in parcels.values()
     }
     reads = [
@@ -117,9 +118,9 @@ def transfers_of(
     over = _over_before(reads)
     starts: list[list[list[Parcel]]] = [[[] for _ in of_rank] for of_rank in instructions]
     for rank, of_rank in enumerate(sends):
-        for place, parcels in enumerate(of_rank):
+        for position, parcels in enumerate(of_rank):
             for target, parcel in parcels.items():
-                starts[target][over[rank][place][target]].append(parcel)
+                starts[target][over[rank][position][target]].append(parcel)
     return [
         RankTransfers(
             tuple(map(tuple, starts[rank])),
@@ -139,8 +140,8 @@ def _parcels(
     drawing = [drawn for drawn in program.draws if (drawn, batch) in where]
     after = drawing[drawing.index(step) + 1 :] if step in drawing else []
     parcels = {}
-    for peer, places in instruction.sends:
-        numbers = tuple(number for _, number in places)
+    for peer, positions in instruction.sends:
+        numbers = tuple(number for _, number in positions)
         generator = bool(after) and where[after[0], batch] == peer
         if numbers or generator:
             layouts = tuple(ValueLayout.of(program.values[number]) for number in numbers)
@@ -165,16 +166,16 @@ def _over_before(reads: Sequence[Sequence[Sequence[tuple[int, Parcel]]]]) -> lis
         going_on = False
         for rank, of_rank in enumerate(reads):
             while len(clocks[rank]) < len(of_rank):
-                place = len(clocks[rank])
-                sources = of_rank[place]
+                position = len(clocks[rank])
+                sources = of_rank[position]
                 if any(at >= len(clocks[parcel.source]) for at, parcel in sources):
                     break
-                clock = list(clocks[rank][-1]) if place else [0] * ranks
+                clock = list(clocks[rank][-1]) if position else [0] * ranks
                 for at, parcel in sources:
                     clocks_there = list(clocks[parcel.source][at])
                     clocks_there[parcel.source] = at + 1
                     clock = [max(pair) for pair in zip(clock, clocks_there, strict=True)]
-                clock[rank] = place
+                clock[rank] = position
                 clocks[rank].append(clock)
                 going_on = True
     if any(len(clock_of_rank) < len(of_rank) for clock_of_rank, of_rank in zip(clocks, reads, strict=True)):
@@ -234,27 +235,27 @@ def check_transfers(
     def can_run(rank: int, action: Action) -> bool:
         for source in reads.get(action.step, ()):
             peer = where.get((source, action.microbatch), rank)
-            place = streams.get((peer, rank), {}).get((source, action.microbatch))
-            if place is None:
+            position = streams.get((peer, rank), {}).get((source, action.microbatch))
+            if position is None:
                 continue
-            if place >= started[peer, rank]:
+            if position >= started[peer, rank]:
                 raise InvalidScheduleError(
                     f"rank {rank}: {action} reads {source[0]}{source[1]}.{action.microbatch} of rank {peer} before the "
                     "receive is started."
                 )
-            if place >= sent[peer, rank]:
+            if position >= sent[peer, rank]:
                 return False
         at_end = late[rank] if late else ()
         awaited = (pair for pair in streams if pair[0] == rank and pair[1] not in at_end)
         return all(started[pair] >= sent[pair] for pair in awaited)
 
-    places = [0] * len(orders)
+    positions = [0] * len(orders)
     going_on = True
     while going_on:
         going_on = False
         for rank, order in enumerate(orders):
-            while places[rank] < len(order):
-                action = order[places[rank]]
+            while positions[rank] < len(order):
+                action = order[positions[rank]]
                 if action.of is None:
                     if not can_run(rank, action):
                         break
@@ -262,11 +263,13 @@ def check_transfers(
                     sent[rank, _peer(action)] += 1
                 else:
                     started[_peer(action), rank] += 1
-                places[rank] += 1
+                positions[rank] += 1
                 going_on = True
     for rank, order in enumerate(orders):
-        if places[rank] < len(order):
-            raise InvalidScheduleError(f"rank {rank} waits at {order[places[rank]]} for ever: the transfers deadlock.")
+        if positions[rank] < len(order):
+            raise InvalidScheduleError(
+                f"rank {rank} waits at {order[positions[rank]]} for ever: the transfers deadlock."
+            )
 
 
 def _streams(orders: Sequence[Sequence[Action]]) -> dict[tuple[int, int], dict[tuple[StageAction, int], int]]:
@@ -285,13 +288,13 @@ def _streams(orders: Sequence[Sequence[Action]]) -> dict[tuple[int, int], dict[t
                 receives.setdefault((_peer(action), rank), []).append((action.step, action.microbatch))
     for source, target in sorted(sends.keys() | receives.keys()):
         mine, others = sends.get((source, target), []), receives.get((source, target), [])
-        for place, (sent, received) in enumerate(zip_longest(mine, others)):
+        for position, (sent, received) in enumerate(zip_longest(mine, others)):
             if sent != received:
                 raise InvalidScheduleError(
-                    f"transfer {place} from rank {source} to rank {target}: {_text(sent)} is sent, and "
+                    f"transfer {position} from rank {source} to rank {target}: {_text(sent)} is sent, and "
                     f"{_text(received)} is received."
                 )
-    return {pair: {key: place for place, key in enumerate(of_pair)} for pair, of_pair in sends.items()}
+    return {pair: {key: position for position, key in enumerate(of_pair)} for pair, of_pair in sends.items()}
 
 
 def _text(transfer: tuple[StageAction, int] | None) -> str:

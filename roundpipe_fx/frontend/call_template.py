@@ -20,11 +20,11 @@ class _Slot:
 
     Attributes:
         kind: a tensor, an integer, or a float that is passed as a tensor of one element.
-        place: its position among the tensors or sizes.
+        position: its position among the tensors or sizes.
     """
 
     kind: Literal["tensor", "size", "number"]
-    place: int
+    position: int
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def filled(template: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int])
     """
     if isinstance(template, _Slot):
         if template.kind == "size":
-            return sizes[template.place]
-        value = tensors[template.place]
+            return sizes[template.position]
+        value = tensors[template.position]
         return value.item() if template.kind == "number" else value
     if isinstance(template, _Items):
         return template.make([filled(item, tensors, sizes) for item in template.items])

@@ -142,10 +142,10 @@ def _compiled(
             bases = torch_private.has_bases_of_inputs(graph)
             if bases and returned:
                 raise _WrittenInSharedMemoryError
-            places = map(torch_private.plain_input, torch_private.mutated_inputs(graph))
-            written.update(place for place in places if place is not None)
+            positions = map(torch_private.plain_input, torch_private.mutated_inputs(graph))
+            written.update(position for position in positions if position is not None)
             if bases:
-                written.update(place for group in shared.groups for place in group)
+                written.update(position for group in shared.groups for position in group)
             traced = True
             tracing.close()
 
@@ -238,10 +238,10 @@ def _return_objects_of_primals(module: fx.GraphModule, num_forward_outputs: int)
     primals = [node for node in placeholders if not str(node.target).startswith("tangents")]
     objects = [node for node in primals if torch_private.is_opaque(node.meta.get("val"))]
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    for place, node in enumerate(results[:num_forward_outputs]):
+    for position, node in enumerate(results[:num_forward_outputs]):
         if isinstance(node, fx.Node) and node.op == "placeholder" and node not in primals:
             same = torch_private.is_same_object
-            results[place] = next((primal for primal in objects if same(primal.meta["val"], node.meta["val"])), node)
+            results[position] = next((primal for primal in objects if same(primal.meta["val"], node.meta["val"])), node)
     output.args = (tuple(results),)
 
 

@@ -93,9 +93,9 @@ def around_compilations(
         what, _, why = reason.partition("\n")
         explained = why.strip().removeprefix("Explanation: ").partition("\n")[0]
         _warn(line, parts, f"{what}. {explained}", warned, budgeted)
-    told = {line for line, _, _ in untraced}
+    reported = {line for line, _, _ in untraced}
     for broke in broken:  # breaks with nothing to compile before them have not been reported yet
-        if torch_private.line_of_break(broke) not in told:
+        if torch_private.line_of_break(broke) not in reported:
             _warn_of_reason(broke, warned, budgeted, outside)
 
 

@@ -112,9 +112,9 @@ class _Operation:
     result: torch.Tensor
     known: Mapping[fx.Node, IndexForm | None]
 
-    def argument(self, place: int, name: str, default: Any = None) -> Any:
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
         args = self.node.args
-        return args[place] if place < len(args) else self.node.kwargs.get(name, default)
+        return args[position] if position < len(args) else self.node.kwargs.get(name, default)
 
     def form(self, argument: Any) -> IndexForm | None:
         """The form of a tensor, or of a number where one broadcasts."""
@@ -219,8 +219,8 @@ def _filled(operation: _Operation) -> IndexForm | None:
     by_name = {"ones": 1, "zeros": 0}
     number = next((number for name, number in by_name.items() if name in operation.name), None)
     if number is None:
-        place = {"new_full": 2, "scalar_tensor": 0, "tensor": 0}.get(operation.name, 1)
-        number = operation.argument(place, "fill_value")
+        position = {"new_full": 2, "scalar_tensor": 0, "tensor": 0}.get(operation.name, 1)
+        number = operation.argument(position, "fill_value")
     return operation.constant(number)
 
 
@@ -237,8 +237,8 @@ def _unsqueezed(operation: _Operation) -> IndexForm | None:
     dim, dims = operation.argument(1, "dim"), operation.result.dim()
 
     def insert(form: Affine) -> Affine:
-        place = dim % dims
-        return Affine((*form.slopes[:place], 0, *form.slopes[place:]), form.offset)
+        position = dim % dims
+        return Affine((*form.slopes[:position], 0, *form.slopes[position:]), form.offset)
 
     return _remapped(_same(operation), insert)
 
@@ -276,8 +276,8 @@ def _sliced(form: Affine, index: Sequence[Any], dims: int) -> Affine | None:
     """Indexing by slices, numbers, ``None`` and ``...``; ``None`` where a place is counted from the end."""
     named = sum(item is not None and item is not Ellipsis for item in index)
     rest = [slice(None)] * (dims - named)
-    place = next((place for place, item in enumerate(index) if item is Ellipsis), None)
-    full = [*index, *rest] if place is None else [*index[:place], *rest, *index[place + 1 :]]
+    position = next((position for position, item in enumerate(index) if item is Ellipsis), None)
+    full = [*index, *rest] if position is None else [*index[:position], *rest, *index[position + 1 :]]
     slopes, offset, remaining = [], form.offset, list(form.slopes)
     for item in full:
         if item is None:

@@ -47,16 +47,17 @@ def shared_inputs(
         written: numbers of those that the graph writes; ``None``: perhaps all.
     """
     by_storage: dict[int, list[int]] = {}
-    for place in range(len(inputs)) if among is None else among:
-        storage = _storage_id(inputs[place])
+    for position in range(len(inputs)) if among is None else among:
+        storage = _storage_id(inputs[position])
         if storage is not None:
-            by_storage.setdefault(storage, []).append(place)
+            by_storage.setdefault(storage, []).append(position)
     groups = tuple(
-        tuple(sorted(places))
-        for places in by_storage.values()
-        if len(places) > 1 and _overlap([(inputs[place], written is None or place in written) for place in places])
+        tuple(sorted(positions))
+        for positions in by_storage.values()
+        if len(positions) > 1
+        and _overlap([(inputs[position], written is None or position in written) for position in positions])
     )
-    return SharedInputs(groups, tuple(_layout(inputs[place]) for group in groups for place in group))
+    return SharedInputs(groups, tuple(_layout(inputs[position]) for group in groups for position in group))
 
 
 def _storage_id(value: Any) -> int | None:
@@ -109,7 +110,7 @@ def shared_outputs(module: fx.GraphModule, shared: SharedInputs) -> bool:
         shared: the inputs that share memory.
     """
     fakes = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
-    memories = {_storage_id(fakes[place]) for place in itertools.chain(*shared.groups)}
+    memories = {_storage_id(fakes[position]) for position in itertools.chain(*shared.groups)}
     values = [node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes]
     return any(_storage_id(value) in memories for value in values)
 
@@ -118,15 +119,15 @@ def separate_memory(module: fx.GraphModule, inputs: Sequence[Any], shared: Share
     """Inputs to trace a graph of Dynamo's with, fake where they would share memory."""
     separate = list(inputs)
     placeholders = module.graph.find_nodes(op="placeholder")
-    for place in itertools.chain(*shared.groups):
-        value = placeholders[place].meta["example_value"]
+    for position in itertools.chain(*shared.groups):
+        value = placeholders[position].meta["example_value"]
         with value.fake_mode:
             fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
             fresh.requires_grad_(value.requires_grad)
             if value.requires_grad and not value.is_leaf:
                 with torch.enable_grad():
                     fresh = fresh.clone()
-        separate[place] = fresh
+        separate[position] = fresh
     return separate
 
 
@@ -148,7 +149,7 @@ def run_if_shared_as_traced(
         written: numbers of the inputs that it writes.
         labels: for each input its path, and whether it is a parameter or a buffer.
     """
-    user_inputs = {place for place, (_, is_part_of_model) in enumerate(labels) if not is_part_of_model}
+    user_inputs = {position for position, (_, is_part_of_model) in enumerate(labels) if not is_part_of_model}
     among = sorted(range(len(traced)) if user_inputs & set(written) else user_inputs | set(written))
     if not written:
         return run
@@ -186,6 +187,6 @@ def _description(
     return f"{names} share memory, and the model writes to {_names([p for p in group if p in written], labels)}."
 
 
-def _names(places: Sequence[int], labels: Sequence[tuple[str, bool]]) -> str:
-    names = [repr(labels[place][0]) for place in places]
+def _names(positions: Sequence[int], labels: Sequence[tuple[str, bool]]) -> str:
+    names = [repr(labels[position][0]) for position in positions]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -51,7 +51,7 @@ def lower_for_sizes(
     if assumed:
         # A plan for larger data-dependent sizes also holds for smaller ones, for which the search may miss it.
         attempts.append(({**assumed, **exact}, True))
-    attempts = [earlier for place, earlier in enumerate(attempts) if earlier not in attempts[:place]]
+    attempts = [earlier for position, earlier in enumerate(attempts) if earlier not in attempts[:position]]
     refused: list[Infeasible[str]] = []
     for attempt, at_most in attempts:
         tried = joint.copy() if (attempt, at_most) != attempts[-1] else joint

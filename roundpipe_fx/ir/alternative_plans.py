@@ -87,12 +87,12 @@ class PlansInTiles:
     anywhere: bool
 
 
-def joined(parts: Sequence[Alternatives], is_told: Callable[[Alternative], bool]) -> Alternatives:
+def joined(parts: Sequence[Alternatives], is_shown: Callable[[Alternative], bool]) -> Alternatives:
     """Some plans of several frontiers as those of one, highest peak first.
 
     Args:
         parts: frontiers; values of the same name are the same. The plan that was chosen is of the first.
-        is_told: says of a plan whether it is one of them; the one that was chosen always is.
+        is_shown: says of a plan whether it is one of them; the one that was chosen always is.
     """
     values: dict[str, AlternativeValue] = {}
     numbers: dict[str, int] = {}
@@ -105,10 +105,10 @@ def joined(parts: Sequence[Alternatives], is_told: Callable[[Alternative], bool]
             values.setdefault(value.name, value)
         return tuple(numbers.setdefault(value.name, len(numbers)) for value in values_of_part)
 
-    for place, part in enumerate(parts):
+    for position, part in enumerate(parts):
         for index, plan in enumerate(part.plans):
-            is_own, point = not place and index == part.chosen, (plan.bytes, plan.seconds)
-            if is_own or (is_told(plan) and point not in known):
+            is_own, point = not position and index == part.chosen, (plan.bytes, plan.seconds)
+            if is_own or (is_shown(plan) and point not in known):
                 known.add(point)
                 saved, recomputed = renumbered(part, plan.saved), renumbered(part, plan.recomputed)
                 plans.append((dataclasses.replace(plan, saved=saved, recomputed=recomputed), is_own))

@@ -219,7 +219,7 @@ class PlannedPipeline:
         peak_bytes: for each device, peak bytes beyond those allocated when the step began: values of the microbatches
             in flight, gradients, temporaries.
         order: the actions of every device with the transfers between them, one line per device.
-        brought_bytes: bytes that a step copies to the devices for an offloaded model; 0 for other models.
+        host_to_device_bytes: bytes that a step copies to the devices for an offloaded model; 0 for other models.
         loss_reduction: how the microbatches' losses are combined to the batch's loss.
         sent_bytes: bytes of values that leave the devices for the host in a step, and come back.
         sent_values: how many values these are, over all microbatches.
@@ -242,7 +242,7 @@ class PlannedPipeline:
     bubble: float
     peak_bytes: tuple[int, ...]
     order: str = field(repr=False)
-    brought_bytes: int = 0
+    host_to_device_bytes: int = 0
     loss_reduction: str = "mean"
     sent_bytes: int = 0
     sent_values: int = 0

@@ -65,7 +65,7 @@ class Mark:
     """Name of the forward node that a recomputed node repeats."""
     STRIDED = "rpfx_strided"
     """True on an incoming gradient whose strides matter even if it is missing and replaced by zeros."""
-    BROUGHT = "rpfx_brought"
+    OBSERVED_TANGENT = "rpfx_observed_tangent"
     """True on an incoming gradient that a step has passed although the model also returns a scalar."""
     LOSS_TIMES = "rpfx_loss_times"
     """On an incoming gradient, as multiples of the output's bytes: the peak of a loss outside the model, and the part
@@ -151,7 +151,7 @@ MARK_USES: Mapping[str, MarkUse] = {
     ),
     Mark.ORIGIN: _use("apply_remat_schedule", "rng analysis codegen compiler report"),
     Mark.STRIDED: _use("strided_gradients", "api pipeline runtime"),
-    Mark.BROUGHT: _use("", "analysis"),
+    Mark.OBSERVED_TANGENT: _use("", "analysis"),
     Mark.LOSS_TIMES: _use("", "analysis"),
     Mark.REPLAYED: _use("rng", "compiler report"),
 }
@@ -211,7 +211,7 @@ class JointGraph:
         """
         tangents = self.tangents
         losses = [node for node in tangents if is_tensor(node) and node.meta["val"].dim() == 0]
-        known = {Mark.STRIDED, Mark.BROUGHT}
+        known = {Mark.STRIDED, Mark.OBSERVED_TANGENT}
         return [node for node in tangents if node in losses or known & node.meta.keys()] if losses else tangents
 
     @property
@@ -261,20 +261,20 @@ class JointGraph:
     def returned(self) -> list[Any]:
         """The forward's outputs that the model returns, without new values of inputs and what autograd needs
         besides."""
-        return [self.outputs[place] for place in returned_outputs(self.module, self.num_forward_outputs)]
+        return [self.outputs[position] for position in returned_outputs(self.module, self.num_forward_outputs)]
 
     @property
     def droppable(self) -> frozenset[int]:
         """Numbers of the outputs that a caller may drop before the backward: those beside a loss, if there is one."""
         losses = [node for node in self.tangents if is_tensor(node) and node.meta["val"].dim() == 0]
-        places = returned_outputs(self.module, self.num_forward_outputs) if losses else ()
+        positions = returned_outputs(self.module, self.num_forward_outputs) if losses else ()
         return frozenset(
-            place
-            for place in places
-            if place not in self.updates
-            and isinstance(self.outputs[place], fx.Node)
-            and viewed(self.outputs[place]).op != "placeholder"
-            and any(value.dim() > 0 for value in tensor_values(self.outputs[place]))
+            position
+            for position in positions
+            if position not in self.updates
+            and isinstance(self.outputs[position], fx.Node)
+            and viewed(self.outputs[position]).op != "placeholder"
+            and any(value.dim() > 0 for value in tensor_values(self.outputs[position]))
         )
 
     def computed(self) -> Iterator[fx.Node]:
@@ -433,15 +433,15 @@ def is_seeded(node: fx.Node) -> bool:
     """Return whether the node draws random numbers from a generator. Attention without dropout draws none."""
     if not has_tag(node.target, torch.Tag.nondeterministic_seeded):
         return False
-    place = _place_of_dropout(node.target)
-    if place is None:
+    position = _dropout_position(node.target)
+    if position is None:
         return True
-    probability = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    probability = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
     return bool(probability != 0.0)
 
 
 @functools.cache
-def _place_of_dropout(target: Any) -> int | None:
+def _dropout_position(target: Any) -> int | None:
     """The position of an attention operator's probability of dropout."""
     names = [argument.name for argument in target._schema.arguments]
     return names.index("dropout_p") if "dropout_p" in names else None

@@ -21,7 +21,7 @@ def gather_in_order(source: torch.Tensor, dim: int, indices: torch.Tensor, order
         indices: of the result's shape.
         order: the result's dimensions from the outermost in memory to the innermost.
     """
-    inverse = [order.index(place) for place in range(len(order))]
+    inverse = [order.index(position) for position in range(len(order))]
     along = order.index(dim % len(order))
     return torch.gather(source.permute(order), along, indices.permute(order)).permute(inverse)
 

@@ -139,11 +139,11 @@ def _section(node: fx.Node) -> str:
     if Mark.PHASE not in node.meta:
         return "captured"
     parts = [str(node.meta[Mark.PHASE])]
-    parts += [f"{name} {node.meta[key]}" for name, key in _PLACES.items() if key in node.meta]
+    parts += [f"{name} {node.meta[key]}" for name, key in _NUMBERED_MARKS.items() if key in node.meta]
     return ", ".join(parts)
 
 
-_PLACES = {"stage": Mark.STAGE, "segment": Mark.SEGMENT}
+_NUMBERED_MARKS = {"stage": Mark.STAGE, "segment": Mark.SEGMENT}
 SHOWN_MARKS = {
     "must run once": Mark.MUST_SAVE,
     "must not be saved": Mark.MUST_RECOMPUTE,

@@ -140,8 +140,8 @@ def _wrong_read(joint: JointGraph, node: fx.Node, source: fx.Node) -> str | None
         return f"it is {phase} and reads {source.name!r}, which is {of_source}: that runs later"
     if of_source is not phase or phase in (Phase.RECOMPUTE, Phase.WEIGHT):
         return None
-    for what, place in (("segment", _segment), ("stage", _stage)):
-        reader, other = place(joint, node), place(joint, source)
+    for what, number_of in (("segment", _segment), ("stage", _stage)):
+        reader, other = number_of(joint, node), number_of(joint, source)
         if reader is None or other is None:
             continue
         if what == "segment" and phase is Phase.BACKWARD and Mark.ORIGIN in source.meta:
@@ -189,7 +189,7 @@ _ABSENT = object()
 
 def _error(name: str, node: fx.Node, reason: str) -> InvalidGraphError:
     lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines()]
-    last = max((place for place, line in enumerate(lines) if line.startswith("File ")), default=None)
+    last = max((number for number, line in enumerate(lines) if line.startswith("File ")), default=None)
     traced = "" if last is None else ", traced from " + ": ".join(lines[last : last + 2])
     path = module_path(node, module_path_text)
     where = f" (of module {path or 'model'!r}{traced})" if path or traced else ""

@@ -22,8 +22,8 @@ def _log_sum_exp(self: torch.Tensor, dim: Sequence[int]) -> torch.Tensor:
 
 @_log_sum_exp.register_fake
 def _(self: torch.Tensor, dim: Sequence[int]) -> torch.Tensor:
-    dims = {place % self.dim() for place in dim}
-    shape = [1 if place in dims else size for place, size in enumerate(self.shape)]
+    dims = {position % self.dim() for position in dim}
+    shape = [1 if position in dims else size for position, size in enumerate(self.shape)]
     return self.new_empty(shape, dtype=torch.float64)
 
 

@@ -81,10 +81,10 @@ def host_budget_of(pipeline: LoweredPipeline, pipelining: Pipelining) -> int | N
     costs = pipeline.main.costs
     sizes = {number: size for of in costs.copied_bytes.values() for number, size in of.items()}
     weights = sum(size for number, size in sizes.items() if number in (costs.on_host or ()))
-    return host_budget_beside(weights, pipelining)
+    return host_budget_for(weights, pipelining)
 
 
-def host_budget_beside(weights: int, pipelining: Pipelining) -> int | None:
+def host_budget_for(weights: int, pipelining: Pipelining) -> int | None:
     """As :func:`host_budget_of`, for a model with so many bytes of weights."""
     if pipelining.host_budget is not None or pipelining.elsewhere:
         return pipelining.host_budget

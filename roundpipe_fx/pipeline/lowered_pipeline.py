@@ -164,8 +164,8 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
     granularity = allocation_granularity(setting.device)
     # A process has the parameters of its own stages, and the batch, before a step begins.
     copied = () if pipelining.over_processes else enumerate(pipelining.devices)
-    away = [number for number, device in copied if device != setting.device]
-    costs = step_costs(lowered, steps, setting.costs.transfer_seconds, granularity, away)
+    remote = [number for number, device in copied if device != setting.device]
+    costs = step_costs(lowered, steps, setting.costs.transfer_seconds, granularity, remote)
     if has_host(setting, pipelining):
         costs = dataclasses.replace(costs, host_bandwidth=pipelining.host_bandwidth(setting.costs.host))
     if pipelining.offloaded:
@@ -190,7 +190,7 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
 
 _GENERATOR_BYTES = 5056
 """Of the state of the CPU's generator; a GPU's lies on the host."""
-_STATES_BESIDE = 2
+_EXTRA_STATES = 2
 """Of the generator, beside one for each microbatch: one that the ranks compare, and one in the record at the end."""
 _LOSS_BYTES = 512
 """Of a microbatch's loss, received from the rank that computes it; as much as CUDA's allocator rounds up to."""
@@ -223,5 +223,5 @@ def _transport_bytes(steps: Steps, costs: StepCosts, setting: Setting, pipelinin
         grouped = max((min(sum(of_one), TOGETHER_BYTES) for of_one in of_stage.values()), default=0)
         averaged = max(alone, grouped) + sum(aligned_bytes(size) - size for size in sizes.values())
     drawn = _GENERATOR_BYTES if steps.draws and setting.device.type == "cpu" else 0
-    states = (pipelining.microbatches + _STATES_BESIDE) * drawn
+    states = (pipelining.microbatches + _EXTRA_STATES) * drawn
     return 2 * largest + averaged + states + pipelining.microbatches * _LOSS_BYTES

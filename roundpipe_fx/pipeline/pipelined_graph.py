@@ -16,7 +16,7 @@ from roundpipe_fx.ir.decisions import Decisions
 from roundpipe_fx.ir.joint_graph import Mark, is_sum, is_tensor, viewed
 from roundpipe_fx.ir.options import StageCompiler
 from roundpipe_fx.operators.gradient_sums import SUMMING
-from roundpipe_fx.pipeline.host_memory import HostMemory, check_host_memory, host_budget_beside
+from roundpipe_fx.pipeline.host_memory import HostMemory, check_host_memory, host_budget_for
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.runtime import random_streams
@@ -79,7 +79,7 @@ def with_optimizer(plan: D, pipelining: Pipelining) -> D:
         pipeline.host_weight_bytes, pipeline.host_gradient_bytes, pipeline.host_value_bytes, memory.bytes
     )
     if memory.bytes > memory.allocated:
-        check_host_memory(needed, host_budget_beside(pipeline.host_weight_bytes, pipelining))
+        check_host_memory(needed, host_budget_for(pipeline.host_weight_bytes, pipelining))
     return dataclasses.replace(plan, pipeline=dataclasses.replace(pipeline, host_optimizer_bytes=memory.bytes))
 
 
@@ -123,8 +123,8 @@ def pipelined_graph(
         tangents=tuple(node.meta["val"] for node in tangents),
         loss_reduction=loss_reduction,
         strided=tuple(lowered.stage_compiler != "eager" or Mark.STRIDED in node.meta for node in tangents),
-        numbers=tuple(place for place in read if place in numbers),
-        tensors=tuple(place for place in read if place not in numbers),
+        numbers=tuple(position for position in read if position in numbers),
+        tensors=tuple(position for position in read if position not in numbers),
     )
 
 
@@ -142,10 +142,14 @@ def primals_read(programs: Sequence[PipelineProgram]) -> list[int]:
 def _numbers(lowered: Lowered) -> set[int]:
     """Inputs that may stand for Python numbers: Dynamo passes these as they are, or as tensors on the CPU."""
     of_model = lowered.parameters.union(lowered.updates.values())
-    values = {place: node.meta.get("val") for place, node in enumerate(lowered.forward.inputs) if place not in of_model}
+    values = {
+        position: node.meta.get("val")
+        for position, node in enumerate(lowered.forward.inputs)
+        if position not in of_model
+    }
     return {
-        place
-        for place, value in values.items()
+        position
+        for position, value in values.items()
         if not isinstance(value, torch.Tensor) or (value.dim() == 0 and value.device.type == "cpu")
     }
 
@@ -169,9 +173,9 @@ def _program(
     lowered = variant.lowered
     numbers = {node: index for index, node in enumerate(variant.steps.maker)}
     known = {node: Source("value", number) for node, number in numbers.items()}
-    known |= {node: Source("primal", place) for place, node in enumerate(lowered.forward.inputs)}
+    known |= {node: Source("primal", position) for position, node in enumerate(lowered.forward.inputs)}
     outside = set(lowered.forward.inputs)
-    known |= {node: Source("tangent", place) for place, node in enumerate(_tangents(lowered))}
+    known |= {node: Source("tangent", position) for position, node in enumerate(_tangents(lowered))}
     backward_inputs = lowered.backward.inputs if lowered.backward is not None else ()
     known |= {
         node: Source("token", 0) for node in backward_inputs if node.op == "placeholder" and is_effect_token(node)

@@ -87,10 +87,10 @@ def same_boundaries(
     segments, last = len(ours) + 1, 0
     if len(wanted) >= segments:
         return None
-    places = {key: place for place, key in enumerate(ours, 1)} | {None: None}
+    positions = {key: position for position, key in enumerate(ours, 1)} | {None: None}
     boundaries_here = {0: 0, len(theirs) + 1: segments}
     for number, boundary in enumerate(wanted):
-        near = places.get(theirs[boundary - 1])
+        near = positions.get(theirs[boundary - 1])
         if near is None:
             near = round(boundary * segments / (len(theirs) + 1))
         last = boundaries_here[boundary] = min(max(near, last + 1), segments - len(wanted) + number)

@@ -94,7 +94,7 @@ def step_costs(
     steps: Steps,
     transfer_seconds: Callable[[int], float],
     granularity: int,
-    away: Collection[int] = (),
+    remote: Collection[int] = (),
 ) -> StepCosts:
     """Modelled seconds and bytes of each step, for one microbatch.
 
@@ -103,9 +103,9 @@ def step_costs(
         steps: its steps.
         transfer_seconds: returns the seconds of sending a number of bytes to another device.
         granularity: bytes that the device's allocator rounds sizes up to.
-        away: numbers of the devices that get copies of the caller's tensors.
+        remote: numbers of the devices that get copies of the caller's tensors.
     """
-    places = {node: place for place, node in enumerate(lowered.forward.inputs)}
+    positions = {node: position for position, node in enumerate(lowered.forward.inputs)}
     kinds = {value.device.type for node in lowered.forward.inputs for value in tensor_values(node)}
     kind = next(iter(kinds - {"cpu"}), "cpu")
     phases = {step: (module.stage, module.phase) for step, module in steps.modules.items()}
@@ -143,16 +143,18 @@ def step_costs(
         input_gradient_bytes={
             step: _of(call.gradients, call.gradients.keys() - lowered.parameters) for step, call in of_step.items()
         },
-        brought_bytes={step: call.brought for step, call in of_step.items()},
+        incoming_gradient_bytes={step: call.incoming_gradient_bytes for step, call in of_step.items()},
         merged_bytes=_merged_bytes(lowered, granularity),
         outside_bytes=loss_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
         loss_bytes=lasting_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
         copied_bytes={
-            step: {places[node]: _copied_bytes(node, granularity, kind) for node in module.inputs if node in places}
+            step: {
+                positions[node]: _copied_bytes(node, granularity, kind) for node in module.inputs if node in positions
+            }
             for step, module in steps.modules.items()
         },
         parameters=lowered.parameters,
-        away=frozenset(away),
+        remote=frozenset(remote),
     )
 
 
@@ -225,15 +227,15 @@ def sharded_costs(lowered: Lowered, steps: Steps, replicas: int) -> ShardedCosts
         replicas: how many share out each parameter.
     """
     updated = set(lowered.updates.values())
-    places = {node: place for place, node in enumerate(lowered.forward.inputs)}
+    positions = {node: position for position, node in enumerate(lowered.forward.inputs)}
     whole = {
-        place: padded_bytes(node.meta["val"], replicas)
-        for node, place in places.items()
-        if place in lowered.parameters and place not in updated and _is_sharded(node.meta.get("val"))
+        position: padded_bytes(node.meta["val"], replicas)
+        for node, position in positions.items()
+        if position in lowered.parameters and position not in updated and _is_sharded(node.meta.get("val"))
     }
     reads = {}
     for step, module in steps.modules.items():
-        read = {places[base] for node in module.inputs if (base := viewed(node)) in places}
+        read = {positions[base] for node in module.inputs if (base := viewed(node)) in positions}
         reads[step] = tuple(sorted(read & whole.keys()))
     return ShardedCosts(replicas=replicas, whole_bytes=whole, reads=reads)
 

@@ -71,7 +71,7 @@ def _alternatives(chosen: ScheduleEvaluation, frontier: Sequence[ScheduleEvaluat
                 values.append(alternative_value(node))
         return tuple(numbers[name] for name in nodes)
 
-    def told(attempt: ScheduleEvaluation) -> Alternative:
+    def alternative_of(attempt: ScheduleEvaluation) -> Alternative:
         joint = attempt.emitted.main.lowered.joint
         recomputed = recomputed_nodes(joint)
         return Alternative(
@@ -85,7 +85,7 @@ def _alternatives(chosen: ScheduleEvaluation, frontier: Sequence[ScheduleEvaluat
             makespan=attempt.seconds,
         )
 
-    plans = tuple(map(told, shown))
+    plans = tuple(map(alternative_of, shown))
     return Alternatives(values=tuple(values), plans=plans, chosen=shown.index(chosen))
 
 
@@ -106,6 +106,6 @@ def device_curves(timing: Timing) -> tuple[tuple[int, ...], ...]:
             last = np.clip(np.ceil(ends * (count / end)).astype(np.int64), first + 1, count)
             lengths = last - first
             # Pieces of all actions one after another: those of an action begin at its first one.
-            places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            np.maximum.at(curve, np.repeat(first, lengths) + places, np.repeat(sizes, lengths))
+            positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            np.maximum.at(curve, np.repeat(first, lengths) + positions, np.repeat(sizes, lengths))
     return tuple(map(tuple, curves.tolist()))

@@ -40,9 +40,9 @@ def class_regions(joint: JointGraph, costs: CostModel) -> list[TileRegion]:
     copy = write_online(joint.copy(), softmaxes, costs)
     regions, heads = TileRegions(copy), []
     log_sum_exps = {name: log_sum_exp_of(copy, name) for name in softmaxes}
-    for name, place in softmaxes.items():
+    for name, position in softmaxes.items():
         (scores,) = log_sum_exps[name].all_input_nodes
-        region = regions.around(scores, (place,))
+        region = regions.around(scores, (position,))
         if region is not None:
             online = tuple(other for other, made in log_sum_exps.items() if made in region.members)
             heads.append(dataclasses.replace(region, online=online))
@@ -65,8 +65,8 @@ def operations_of(joint: JointGraph, region: TileRegion) -> frozenset[str]:
     while waiting:
         node = waiting.pop()
         names.add(node.name)
-        beside = (*node.all_input_nodes, *node.users)
-        waiting += [other for other in beside if other.name not in left and other.name not in names]
+        neighbours = (*node.all_input_nodes, *node.users)
+        waiting += [other for other in neighbours if other.name not in left and other.name not in names]
     return frozenset(names)
 
 

@@ -200,7 +200,7 @@ class _DivisionSearch:
         groups: dict[tuple[int, bool], list[Division]] = {}
         for division in self._bounds:
             groups.setdefault((division.pipeline, division.sharded), []).append(division)
-        return tuple(self._told(min(group, key=self._rank)) for group in groups.values())
+        return tuple(self._planned_division(min(group, key=self._rank)) for group in groups.values())
 
     def _rank(self, division: Division) -> tuple[bool, float, int, Division]:
         if division in self._planned:
@@ -216,7 +216,7 @@ class _DivisionSearch:
             return least
         return max(least, self._simulated(division, False))
 
-    def _told(self, division: Division) -> PlannedDivision:
+    def _planned_division(self, division: Division) -> PlannedDivision:
         bound = self._bounds[division]
         planned = division in self._planned
         seconds, size = self._planned.get(division, (self._refined(division), bound.bytes))

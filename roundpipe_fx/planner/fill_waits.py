@@ -88,7 +88,7 @@ def _makespan_if_early(attempt: ScheduleEvaluation, choices: EarlyChoices, micro
     main = attempt.emitted.main
     seconds, reads = dict(main.costs.seconds), dict(main.steps.graph.reads)
     for stage, of_stage in choices.items():
-        early = sum(steps[place].seconds or steps[place].operation.seconds for place in of_stage[-1])
+        early = sum(steps[position].seconds or steps[position].operation.seconds for position in of_stage[-1])
         backward = next((step for step in ((k, stage) for k in _GRADIENTS) if step in seconds), None)
         if early and backward is not None:
             recompute = (ActionKind.RECOMPUTE, stage)

@@ -72,20 +72,20 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
     last = len(plans) - 1
 
     @functools.cache
-    def emitted(place: int) -> Evaluation[Lowered]:
-        plan = plans[place]
+    def emitted(position: int) -> Evaluation[Lowered]:
+        plan = plans[position]
         chosen = dataclasses.replace(plan, limit=max(plan.limit, plan.candidate.peak.bytes))
         return graph.evaluate(Candidate(chosen))
 
     @functools.cache
-    def judged(place: int) -> Evaluation[Lowered]:
-        return _judged(emitted(place))
+    def judged(position: int) -> Evaluation[Lowered]:
+        return _judged(emitted(position))
 
-    def operations(place: int) -> int:
-        return emitted(place).peak
+    def operations(position: int) -> int:
+        return emitted(position).peak
 
-    def peak(place: int) -> int:
-        return judged(place).peak
+    def peak(position: int) -> int:
+        return judged(position).peak
 
     known: dict[int, int] = {}
     if isinstance(budget, int):
@@ -94,14 +94,14 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
         first = last if within is None else within
     else:
         ends = {0.0: {last}, 1.0: {0}}.get(budget, {0, last})
-        known = {place: peak(place) for place in ends}
+        known = {position: peak(position) for position in ends}
         limit = int(limit_of(budget, min(known.values()), max(known.values())) * setting.share)
         first = 0 if budget == 1.0 else last
-    place = least_recomputed(len(plans), operations, peak, limit, first, known)
-    if place is None and isinstance(budget, int):
+    position = least_recomputed(len(plans), operations, peak, limit, first, known)
+    if position is None and isinstance(budget, int):
         # The last schedule is judged for any budget that no other one keeps, so what it needs is always named.
         return _unmet(dataclasses.replace(plans[last], limit=limit), peak(last), budget)
-    return Found(_for_limit(judged(last), peak(last)) if place is None else _for_limit(judged(place), limit))
+    return Found(_for_limit(judged(last), peak(last)) if position is None else _for_limit(judged(position), limit))
 
 
 def least_recomputed(
@@ -132,10 +132,10 @@ def least_recomputed(
             known[tried] = judge(tried)
         if estimated and known[tried] > limit:
             most = _CAUTIOUS * limit
-        above = max((place for place, size in known.items() if size > limit), default=-1)
-        best = min((place for place, size in known.items() if size <= limit and place > above), default=None)
+        above = max((position for position, size in known.items() if size > limit), default=-1)
+        best = min((position for position, size in known.items() if size <= limit and position > above), default=None)
         end = count if best is None else best
-        rest = [place for place in range(above + 1, end) if place not in known]
+        rest = [position for position in range(above + 1, end) if position not in known]
         if not rest:
             break
         expected = functools.partial(_expected, operations, known)
@@ -148,25 +148,25 @@ def least_recomputed(
         tried, estimated = (rest[-1], False) if close is None else (close, True)
     if all(size > limit for size in known.values()):
         known[count - 1] = judge(count - 1)
-    return min((place for place, size in known.items() if size <= limit), default=None)
+    return min((position for position, size in known.items() if size <= limit), default=None)
 
 
-def _first_within(places: Sequence[int], needs: Callable[[int], float], limit: float) -> int | None:
+def _first_within(positions: Sequence[int], needs: Callable[[int], float], limit: float) -> int | None:
     """The first place from which on no more is needed than a limit, by bisection."""
-    number = bisect.bisect_left(places, True, key=lambda place: needs(place) <= limit)
-    return places[number] if number < len(places) else None
+    number = bisect.bisect_left(positions, True, key=lambda position: needs(position) <= limit)
+    return positions[number] if number < len(positions) else None
 
 
-def _expected(operations: Callable[[int], int], known: Mapping[int, int], place: int) -> float:
+def _expected(operations: Callable[[int], int], known: Mapping[int, int], position: int) -> float:
     """Bytes of a schedule's code, estimated from those that are known on either side, or on one."""
-    earlier = max((other for other in known if other < place), default=None)
-    later = min((other for other in known if other > place), default=None)
+    earlier = max((other for other in known if other < position), default=None)
+    later = min((other for other in known if other > position), default=None)
     if earlier is None or later is None:
         near = later if earlier is None else earlier
         assert near is not None
-        return operations(place) + known[near] - operations(near)
+        return operations(position) + known[near] - operations(near)
     high, low = operations(earlier), operations(later)
-    part = (operations(place) - low) / (high - low) if high > low else 0.0
+    part = (operations(position) - low) / (high - low) if high > low else 0.0
     return known[later] + part * (known[earlier] - known[later])
 
 

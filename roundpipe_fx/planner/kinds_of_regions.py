@@ -237,8 +237,8 @@ class Kinds(Generic[E]):
         if needs.operation is None:
             return []
         node = needs.operation.node
-        beside = [node] if node.name in self._named else [*node.all_input_nodes, *node.users]
-        return [self._named[operation.name] for operation in beside if operation.name in self._named]
+        neighbours = [node] if node.name in self._named else [*node.all_input_nodes, *node.users]
+        return [self._named[operation.name] for operation in neighbours if operation.name in self._named]
 
     def is_by_class(self, kind: Kind) -> bool:
         """Return whether these are loss heads whose rows are classes."""
@@ -267,7 +267,7 @@ class Kinds(Generic[E]):
                 return other, number
         return kind, count
 
-    def beside(self, kind: Kind, tiles: Mapping[Kind, int]) -> dict[Kind, int]:
+    def without_overlapping(self, kind: Kind, tiles: Mapping[Kind, int]) -> dict[Kind, int]:
         """Kinds without those that have operations of another one: a head's rows, and its classes."""
         names = self._holding(kind)
         return {other: count for other, count in tiles.items() if other == kind or not names & self._holding(other)}

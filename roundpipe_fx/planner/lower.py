@@ -192,7 +192,7 @@ def _setting(
 
 def _first_marking(passes: Sequence[Pass]) -> int:
     """Position of the first pass that only marks nodes."""
-    return next((place for place, item in enumerate(passes) if item.name == FIRST_MARKING_PASS), len(passes))
+    return next((position for position, item in enumerate(passes) if item.name == FIRST_MARKING_PASS), len(passes))
 
 
 def bounded_in_bytes(joint: JointGraph, options: Options) -> bool:

@@ -110,9 +110,9 @@ def quickest_offloaded(
     for _ in range(_ROUNDS):
         powers = sorted(attempts)
         best = min(powers, key=cost)
-        place = powers.index(best)
-        lower = powers[place - 1] if place else best - 2 * _STEP
-        higher = powers[place + 1] if place + 1 < len(powers) else best + 2 * _STEP
+        position = powers.index(best)
+        lower = powers[position - 1] if position else best - 2 * _STEP
+        higher = powers[position + 1] if position + 1 < len(powers) else best + 2 * _STEP
         for other in (lower, higher):
             if attempts.get(other) is not attempts[best]:
                 between = (best + other) / 2

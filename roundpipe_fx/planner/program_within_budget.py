@@ -71,7 +71,7 @@ class CutProgram:
         return cls(joint=joint, shared=shared, operations=operations, whole=whole, setting=setting)
 
     @functools.cached_property
-    def beside(self) -> Any:
+    def overlapped(self) -> Any:
         """Work beside which the early part of recomputations may run."""
         return stages_to_overlap(self.joint, full_of(self.setting))
 
@@ -84,7 +84,7 @@ class CutProgram:
         chosen = candidate.saved
         assert isinstance(chosen, Chosen) and not isinstance(candidate.sent, OffloadRule)
         followed, schedule = chosen.followed, chosen.candidate.schedule
-        early = early_within(followed, schedule, self.beside)
+        early = early_within(followed, schedule, self.overlapped)
         setting = dataclasses.replace(self.setting, sent=candidate.sent or 0)
         for tried in (schedule,) if early is schedule else (early, schedule):
             copy = (self.joint if followed is not self.whole or self.shared is None else self.shared).copy()
@@ -262,4 +262,4 @@ _EMITTED = 24
 def _some_of(plans: Sequence[Chosen], count: int) -> list[Chosen]:
     """The first, the last, and some between them."""
     last = len(plans) - 1
-    return [plans[place] for place in sorted({round(last * part / (count - 1)) for part in range(count)})]
+    return [plans[position] for position in sorted({round(last * part / (count - 1)) for part in range(count)})]

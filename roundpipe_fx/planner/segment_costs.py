@@ -163,7 +163,7 @@ def _of_operations(graph: OperationGraph, count: int) -> tuple[_Reads, _Reads, _
             seconds = min(recipe.seconds for recipe in recipes) / together[graph.makers[storage]]
         saved[graph.segment_of[storage]].append((graph.sizes[storage], seconds))
     return (
-        tuple(frozenset(reads - {place}) for place, reads in enumerate(forward)),
-        tuple(frozenset(reads - {place}) for place, reads in enumerate(backward)),
+        tuple(frozenset(reads - {position}) for position, reads in enumerate(forward)),
+        tuple(frozenset(reads - {position}) for position, reads in enumerate(backward)),
         tuple(map(tuple, saved)),
     )

@@ -64,7 +64,7 @@ def tilings_by_segment(
     joined = join([_chain(joint, regions, numbers, segments, setting) for numbers in tried])
     of_region = [segments.by_name[region.widest.name] for region in regions]
     for seconds, copies in tiled_segments(joined, limit):
-        numbers = [tried[copies[segment]][place] for place, segment in enumerate(of_region)]
+        numbers = [tried[copies[segment]][position] for position, segment in enumerate(of_region)]
         yield seconds, [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
 
 

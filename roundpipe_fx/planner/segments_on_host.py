@@ -21,7 +21,7 @@ from roundpipe_fx.schedules import ActionKind, StepCosts, Timing
 from roundpipe_fx.schedules.offloads import offloads_at_distance
 from roundpipe_fx.schedules.timetable import NUMBER
 
-_BESIDE = 1
+_OVERLAPPED_ACTIONS = 1
 """Number of actions beside which values are assumed to be copied."""
 
 
@@ -69,7 +69,7 @@ def segments_on_host(
         SegmentOnHost(
             in_flight=flights[segment],
             may_leave=ahead[segment] in copied,
-            passing=(1 + _BESIDE) * max(sizes[ahead[segment]], sizes[back[segment]]),
+            passing=(1 + _OVERLAPPED_ACTIONS) * max(sizes[ahead[segment]], sizes[back[segment]]),
             copied=copied.get(ahead[segment], 0),
             forward=besides[True, ahead[segment]],
             backward=besides[False, back[segment]],
@@ -87,17 +87,17 @@ def _copied(timing: Timing, costs: StepCosts, innermost: Sequence[int]) -> dict[
         innermost: stages that run the forward and the backward of the last segment.
     """
     orders = timing.schedule.orders
-    may_leave, _ = offloads_at_distance(timing.schedule, costs, {}, _BESIDE)
+    may_leave, _ = offloads_at_distance(timing.schedule, costs, {}, _OVERLAPPED_ACTIONS)
     copied: dict[int, dict[tuple[int, int], set[int]]] = {}
     for offload in may_leave:
         order = orders[offload.device]
         if order[offload.leaves - 1, 0] != NUMBER[ActionKind.FORWARD]:
             continue  # gradients on their way from slot to slot
-        beside = copied.setdefault(int(order[offload.leaves - 1, 1]), {})
-        for place in (*range(offload.leaves, offload.freed), *range(offload.reloads, offload.back)):
-            if order[place, 1] in innermost:
-                beside.setdefault((offload.device, place), set()).add(offload.microbatch)
-    return {stage: max(map(len, beside.values()), default=0) for stage, beside in copied.items()}
+        in_flight = copied.setdefault(int(order[offload.leaves - 1, 1]), {})
+        for position in (*range(offload.leaves, offload.freed), *range(offload.reloads, offload.back)):
+            if order[position, 1] in innermost:
+                in_flight.setdefault((offload.device, position), set()).add(offload.microbatch)
+    return {stage: max(map(len, in_flight.values()), default=0) for stage, in_flight in copied.items()}
 
 
 def _held(timing: Timing) -> dict[tuple[bool, int], int]:

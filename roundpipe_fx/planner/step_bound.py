@@ -360,21 +360,21 @@ class StepBounds:
             flight *= self.microbatches // division.replicas // few
         others = np.where(forwards[:, None], flight[:-1], flight[1:])
         begun = self._begun(division, stages, order, begins, numbers, gradients)
-        beside = begun[:-1] + self._during(division, stages, numbers)[forwards.astype(np.int64), column]
+        during = begun[:-1] + self._during(division, stages, numbers)[forwards.astype(np.int64), column]
         whole = np.array([sum(size for size, _ in saved[stage]) for stage in numbers], dtype=np.int64)
         least = [sum(size for size, seconds in saved[stage] if math.isinf(seconds)) for stage in numbers]
         lowest, recompute_seconds = 0, 0.0
-        for counts, fixed in ((flight, begun), (others, beside)):
+        for counts, fixed in ((flight, begun), (others, during)):
             lowest = max(lowest, int((counts @ np.array(least, dtype=np.int64) + fixed).max()))
             levels = counts @ whole + fixed
-            place = int(levels.argmax())
+            position = int(levels.argmax())
             values = [
-                (seconds, int(counts[place, index]) * size)
+                (seconds, int(counts[position, index]) * size)
                 for index, stage in enumerate(numbers)
                 for size, seconds in saved[stage]
-                if size and counts[place, index]
+                if size and counts[position, index]
             ]
-            recompute_seconds = max(recompute_seconds, _cheapest(values, int(levels[place]) - spare))
+            recompute_seconds = max(recompute_seconds, _cheapest(values, int(levels[position]) - spare))
         return lowest, recompute_seconds
 
     def _begun(
@@ -388,10 +388,10 @@ class StepBounds:
     ) -> np.ndarray:
         """Bytes of gradients that are there before each action, and after all."""
         begun = np.zeros(len(order) + 1, dtype=np.int64)
-        for place, stage in enumerate(numbers):
+        for position, stage in enumerate(numbers):
             (at,) = np.nonzero(begins & (order[:, 1] == stage))
             if len(at):
-                added = gradients[place + 1].keys() - gradients[place].keys()
+                added = gradients[position + 1].keys() - gradients[position].keys()
                 begun[at[0] + 1 : at[-1] + 1] += sum(self._whole(division, number) for number in added)
                 begun[at[-1] + 1 :] += sum(gradients[-1][number] for number in added)  # reduced to rows
         return begun

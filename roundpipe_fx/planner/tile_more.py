@@ -129,8 +129,8 @@ def _in_tiles(kinds: Kinds[E], unmet: Unmet, budget: int, limit: int) -> Found[_
     """
     return first_found(
         _in_more_tiles(kinds, unmet, budget, limit, quicker=quicker, by_class=by_class)
-        for place, (quicker, by_class) in enumerate(_WAYS)
-        if not place or kinds.have_classes
+        for position, (quicker, by_class) in enumerate(_WAYS)
+        if not position or kinds.have_classes
     )
 
 
@@ -166,7 +166,7 @@ def _in_more_tiles(
             count = kinds.more_tiles(kind, count, binding, limit)
             if quicker:
                 kind, count = kinds.quicker(kind, count, done | heads.keys())
-            tried = {**kinds.beside(kind, tiles), kind: count}
+            tried = {**kinds.without_overlapping(kind, tiles), kind: count}
         result = kinds.planned(tried, budget, limit if kind is not None and is_least else None)
         if isinstance(result, Found):
             return Found((tried, result.value))

@@ -193,5 +193,5 @@ def levels(solution: Solution) -> list[int]:
 
 def spread(items: Sequence[T], most: int) -> list[T]:
     """At most ``most`` of the items, evenly spread, including the first and the last."""
-    places = np.unique(np.linspace(0, len(items) - 1, min(len(items), most)).round().astype(int))
-    return [items[place] for place in places]
+    positions = np.unique(np.linspace(0, len(items) - 1, min(len(items), most)).round().astype(int))
+    return [items[position] for position in positions]

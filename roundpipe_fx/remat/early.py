@@ -41,16 +41,16 @@ def early_choices(graph: OperationGraph, schedule: PlannedSchedule, split: bool 
         stage = block[0].stage if block else graph.stages[segment]
         choices = of_stages.setdefault(stage, [frozenset()])
         prefix, covered = set(choices[-1]), set(choices[-1])
-        for place in range(position, position + len(block)):
-            if place in free:
-                covered.add(place)
+        for index in range(position, position + len(block)):
+            if index in free:
+                covered.add(index)
                 # A step before the first that waits can be early for free: it is only called from another module.
-                prefix |= {place} if stage not in waiting else set()
-            elif place in needed:
+                prefix |= {index} if stage not in waiting else set()
+            elif index in needed:
                 waiting.add(stage)
         # A choice that recomputes nothing more has no effect on memory, so it is none.
         for grown in (prefix, covered):
-            if any(steps[place].recipe is not None for place in grown - choices[-1]):
+            if any(steps[index].recipe is not None for index in grown - choices[-1]):
                 choices.append(frozenset(grown))
         position += len(block)
     return {stage: choices if stage in waiting else choices[:1] for stage, choices in of_stages.items()}
@@ -63,15 +63,15 @@ def early_at(schedule: PlannedSchedule, choices: EarlyChoices, level: Mapping[in
     position = 0
     for segment, block in schedule.backward:
         marked = (
-            step if step.early is (place in early) else dataclasses.replace(step, early=place in early)
-            for place, step in enumerate(block, position)
+            step if step.early is (index in early) else dataclasses.replace(step, early=index in early)
+            for index, step in enumerate(block, position)
         )
         backward.append((segment, tuple(marked)))
         position += len(block)
     return dataclasses.replace(schedule, backward=tuple(backward))
 
 
-def early_within(graph: OperationGraph, schedule: PlannedSchedule, beside: Collection[int]) -> PlannedSchedule:
+def early_within(graph: OperationGraph, schedule: PlannedSchedule, overlapped: Collection[int]) -> PlannedSchedule:
     """The schedule with as much early as does not raise its peak, on one device.
 
     Therefore a plan's peak does not depend on what is early, nor does the rule that a smaller budget never gives a
@@ -80,12 +80,12 @@ def early_within(graph: OperationGraph, schedule: PlannedSchedule, beside: Colle
     Args:
         graph: the operations.
         schedule: in which nothing is early.
-        beside: stages whose recompute module can overlap with something. In the others, only steps that are early for
-            free are.
+        overlapped: stages whose recompute module can overlap with something. In the others, only steps that cost no
+            memory are early.
     """
     choices = early_choices(graph, schedule)
     level = {
-        stage: len(options_there) - 1 if stage in beside else min(len(options_there) - 1, 1)
+        stage: len(options_there) - 1 if stage in overlapped else min(len(options_there) - 1, 1)
         for stage, options_there in choices.items()
     }
     limit, _ = peaks_by_stage(graph, schedule)

@@ -40,14 +40,14 @@ class LearnedSteps:
         stale: whether steps have shown something that the plans do not take into account.
         outside: lines that run eagerly, with the reasons.
         parts: how many graphs a step is known to have before one has run; 0: it is not known.
-        beside: bytes of the budget that are set aside for what is no graph.
+        gathered_bytes: bytes of the budget that are set aside for what is no graph.
         budget: as the user gave it, if it is known.
     """
 
     def __init__(self, replans: bool = True) -> None:
         self.stale = False
         self.parts = 0
-        self.beside = 0
+        self.gathered_bytes = 0
         self.budget: int | float | None = None
         self._seen = False
         self._replans = replans
@@ -58,8 +58,8 @@ class LearnedSteps:
         self._limit: int | None = None
         self.outside: dict[str, str] = {}
         self._warned = False
-        self._told_of_more: set[str] = set()
-        self._told_of_outside = False
+        self._reported_more: set[str] = set()
+        self._reported_outside = False
 
     @property
     def replans(self) -> bool:
@@ -101,9 +101,9 @@ class LearnedSteps:
             peak: bytes that are planned for a step.
             budget: bytes that it may take.
         """
-        if self._replans or peak + size <= budget or what in self._told_of_more:
+        if self._replans or peak + size <= budget or what in self._reported_more:
             return
-        self._told_of_more.add(what)
+        self._reported_more.add(what)
         warnings.warn(
             f"roundpipe_fx: a step may take {size} bytes ({bytes_text(size)}) more than its plan, for {what}, which "
             f"the plan does not count: it needs {peak} bytes ({bytes_text(peak)}), and the memory_budget is {budget} "
@@ -136,7 +136,7 @@ class LearnedSteps:
         """Note where code runs that is part of no graph, and why."""
         if str(line) not in self.outside:
             self.outside[str(line)] = why.partition("\n")[0]
-            self._told_of_outside = False
+            self._reported_outside = False
 
     def see(self, is_usual: bool, noted: Callable[[], NotedStep]) -> None:
         """Note a step that is over. May be called from several threads.
@@ -145,7 +145,7 @@ class LearnedSteps:
             is_usual: whether it was one call with one backward at most, for which the plans were made.
             noted: the calls it consisted of; not called for the usual step.
         """
-        outside = bool(self.outside) and not self._told_of_outside
+        outside = bool(self.outside) and not self._reported_outside
         first = self.expected_parts > 0
         self._seen = True
         if is_usual and not outside and not first:
@@ -162,12 +162,12 @@ class LearnedSteps:
             self._steps[step.kind] = step
             self.stale = self._replans
         # Where everything is kept, the next plan differs in what it says alone.
-        told = (
+        is_news = (
             over and not self._warned and not (self._replans and self._asked == 1.0 and isinstance(self._asked, float))
         )
-        if outside or told:
+        if outside or is_news:
             self._warned |= over
-            self._told_of_outside |= outside
+            self._reported_outside |= outside
             warnings.warn(self._news(step, peak, budget, first), StepBudgetWarning, stacklevel=2)
 
     def _news(self, step: NotedStep, peak: int, budget: int, first: bool) -> str:
@@ -180,8 +180,9 @@ class LearnedSteps:
             calls += f" went backward {times} and kept its saved values for another backward (retain_graph=True)"
         held = f"by their plans they hold {peak} bytes ({bytes_text(peak)}) together"
         allowed = f"the memory_budget is {budget} bytes ({bytes_text(budget)})"
-        if self.beside and isinstance(self._asked, int):
-            allowed += f" without the {self.beside} bytes ({bytes_text(self.beside)}) set aside to gather parameters"
+        if self.gathered_bytes and isinstance(self._asked, int):
+            gathered = f"{self.gathered_bytes} bytes ({bytes_text(self.gathered_bytes)})"
+            allowed += f" without the {gathered} set aside to gather parameters"
         text = f"roundpipe_fx: {calls}; {held}, and {allowed}."
         if peak > budget and self._replans:
             how = "as if all were like it" if first else "as if it were alone"
@@ -254,12 +255,14 @@ class LearnedSteps:
         fixed = {graph: known_footprint for graph, known_footprint in self._footprints.items() if graph not in ladders}
         fitted = fit_graphs(ladders, steps, fixed, self._asked, share)
         if fitted.peak > fitted.limit:
-            beside = self.beside if isinstance(self._asked, int) else 0
-            budget, minimum = fitted.limit + beside, fitted.peak + beside
+            gathered_bytes = self.gathered_bytes if isinstance(self._asked, int) else 0
+            budget, minimum = fitted.limit + gathered_bytes, fitted.peak + gathered_bytes
             if isinstance(self.budget, int) and share == 1:
                 budget = self.budget  # which may be less than what is set aside
             gathering = (
-                f", {beside} bytes ({bytes_text(beside)}) to gather parameters (FSDP2) among them" if beside else ""
+                f", {gathered_bytes} bytes ({bytes_text(gathered_bytes)}) to gather parameters (FSDP2) among them"
+                if gathered_bytes
+                else ""
             )
             text = (
                 f"memory_budget of {budget} bytes ({bytes_text(budget)}) cannot be met: a step of this model is made "

@@ -64,7 +64,7 @@ def join(copies: Sequence[ChainInTiles]) -> JoinedChain:
         options: list[tuple[int, ChainStageOption]] = []
         for number, copy in enumerate(copies):
             tiled_stage, longer = copy.chain.stages[segment], copy.seconds[segment] - whole.seconds[segment]
-            options += [(number, _beside(option, tiled_stage, stage, longer)) for option in tiled_stage.options]
+            options += [(number, _as_option_of(option, tiled_stage, stage, longer)) for option in tiled_stage.options]
         best = _worthwhile(options)
         # Nothing is recomputed in these solutions but by options, so the rest of a stage is not read.
         stages.append(dataclasses.replace(stage, options=tuple(option for _, option in best)))
@@ -95,7 +95,9 @@ def tiled_segments(joined: JoinedChain, limit: int) -> Iterator[tuple[float, tup
             yield float(solution.seconds[memory]), copies
 
 
-def _beside(option: ChainStageOption, tiled_stage: ChainStage, stage: ChainStage, longer: float) -> ChainStageOption:
+def _as_option_of(
+    option: ChainStageOption, tiled_stage: ChainStage, stage: ChainStage, longer: float
+) -> ChainStageOption:
     """An option of a copy's segment as one of the graph's, whose resident bytes and seconds are counted elsewhere."""
     return dataclasses.replace(
         option,
@@ -108,9 +110,9 @@ def _beside(option: ChainStageOption, tiled_stage: ChainStage, stage: ChainStage
 def _worthwhile(options: Sequence[tuple[int, ChainStageOption]]) -> list[tuple[int, ChainStageOption]]:
     """Options that no other dominates in bytes held, peaks and seconds."""
     figures = np.array([(option.seconds, option.held, option.backward, option.forward) for _, option in options])
-    order = sorted(range(len(options)), key=lambda place: (tuple(figures[place]), options[place][0]))
+    order = sorted(range(len(options)), key=lambda position: (tuple(figures[position]), options[position][0]))
     best: list[int] = []
-    for place in order:
-        if not best or not (figures[best] <= figures[place]).all(1).any():
-            best.append(place)
-    return [options[place] for place in best]
+    for position in order:
+        if not best or not (figures[best] <= figures[position]).all(1).any():
+            best.append(position)
+    return [options[position] for position in best]

@@ -35,10 +35,10 @@ def recompute_per_use(
     lowest, sequence = min(((peak(sequence), sequence) for sequence in expanded), default=(below, []))
     if lowest >= below:
         return None
-    often = {place for place in sequence if sequence.count(place) > 1}
-    for place in sorted(often, key=lambda place: -steps[place].seconds):
-        for keep in range(1, sequence.count(place)):
-            tried = _without_unread(steps, maker, _at_most(sequence, place, keep))
+    often = {index for index in sequence if sequence.count(index) > 1}
+    for index in sorted(often, key=lambda index: -steps[index].seconds):
+        for keep in range(1, sequence.count(index)):
+            tried = _without_unread(steps, maker, _at_most(sequence, index, keep))
             if peak(tried) <= lowest:
                 sequence = tried
                 break
@@ -60,38 +60,38 @@ def _made_for(steps: Sequence[PlannedOp], maker: dict[int, int], reader: int) ->
     sequence: list[int] = []
     pending = [(reader, False)]
     while pending:
-        place, ready = pending.pop()
-        if place in sequence:
+        index, ready = pending.pop()
+        if index in sequence:
             continue
         if ready:
-            sequence.append(place)
+            sequence.append(index)
             continue
-        if place != reader:
-            pending.append((place, True))
-        pending += [(maker[storage], False) for storage in reversed(steps[place].reads) if storage in maker]
+        if index != reader:
+            pending.append((index, True))
+        pending += [(maker[storage], False) for storage in reversed(steps[index].reads) if storage in maker]
     return sequence
 
 
-def _at_most(sequence: Sequence[int], place: int, times: int) -> list[int]:
+def _at_most(sequence: Sequence[int], index: int, times: int) -> list[int]:
     """The sequence in which a step runs only the first few times."""
-    kept_places: list[int] = []
+    kept_positions: list[int] = []
     for other in sequence:
-        if other != place or times > 0:
-            kept_places.append(other)
-        times -= other == place
-    return kept_places
+        if other != index or times > 0:
+            kept_positions.append(other)
+        times -= other == index
+    return kept_positions
 
 
 def _without_unread(steps: Sequence[PlannedOp], maker: dict[int, int], sequence: Sequence[int]) -> list[int]:
     """The sequence without results that are not read before they are recomputed."""
     wanted: set[int] = set()
     read = []
-    for place in reversed(sequence):
-        step = steps[place]
+    for index in reversed(sequence):
+        step = steps[index]
         if step.recipe is not None:
             if wanted.isdisjoint(step.makes):
                 continue
             wanted.difference_update(step.makes)
         wanted.update(storage for storage in step.reads if storage in maker)
-        read.append(place)
+        read.append(index)
     return read[::-1]

@@ -30,12 +30,12 @@ class _Copy(NamedTuple):
     """A storage that a step recomputes.
 
     Attributes:
-        place: in the sequence.
+        number: in the sequence.
         step: position of the step.
         instance: the copy's number.
     """
 
-    place: int
+    number: int
     step: int
     instance: int
 
@@ -171,27 +171,27 @@ class PeakReducer:
     def _copies(self, sequence: Sequence[int], events: Sequence[Event]) -> dict[int, list[_Copy]]:
         """By storage, its recomputations in order."""
         copies: dict[int, list[_Copy]] = {}
-        for place, position in enumerate(sequence):
+        for number, position in enumerate(sequence):
             step = self._steps[position]
             if step.recipe is not None:
-                for storage, instance in zip(step.makes, events[place].makes, strict=True):
-                    copies.setdefault(storage, []).append(_Copy(place, position, instance))
+                for storage, instance in zip(step.makes, events[number].makes, strict=True):
+                    copies.setdefault(storage, []).append(_Copy(number, position, instance))
         return copies
 
     def _remade(
-        self, storage: int, place: int, copies: Mapping[int, Sequence[_Copy]], readers: Mapping[int, Sequence[int]]
+        self, storage: int, number: int, copies: Mapping[int, Sequence[_Copy]], readers: Mapping[int, Sequence[int]]
     ) -> list[int] | None:
         """Steps that recompute a storage at a place, from storages alive there; ``None``: it takes too many."""
         sequence: list[int] = []
 
         def latest(wanted: int) -> _Copy | None:
-            return next((copy for copy in reversed(copies.get(wanted, ())) if copy.place < place), None)
+            return next((copy for copy in reversed(copies.get(wanted, ())) if copy.number < number), None)
 
         def make(step: int) -> None:
             for source in self._steps[step].reads:
                 made = latest(source)
                 if made is not None:
-                    alive = readers.get(made.instance, [-1])[-1] >= place
+                    alive = readers.get(made.instance, [-1])[-1] >= number
                     # Of its sources, those that are dead by then are recomputed first.
                     if not alive and made.step not in sequence:
                         make(made.step)

@@ -109,7 +109,7 @@ def recompute_rest(joint: JointGraph, saved: Iterable[fx.Node]) -> RematSchedule
         recomputed = sorted(_closure(needed & position.keys(), kept, position), key=position.__getitem__)
         for segment, nodes in itertools.groupby(recomputed, key=lambda node: node.meta[Mark.SEGMENT]):
             blocks.append(RematBlock(segment, stage, tuple(map(_recomputed, nodes))))
-    for (stage, segment), nodes in itertools.groupby(backward, key=_place):
+    for (stage, segment), nodes in itertools.groupby(backward, key=_stage_and_segment):
         blocks.append(RematBlock(segment, stage, tuple(map(BackwardOp, nodes))))
     return RematSchedule(tuple(blocks), frozenset(kept))
 
@@ -118,7 +118,7 @@ def _recomputed(node: fx.Node) -> BackwardOp:
     return BackwardOp(node, Form.SAME if selection(node) is None else Form.GATHER, early=True)
 
 
-def _place(node: fx.Node) -> tuple[int, int]:
+def _stage_and_segment(node: fx.Node) -> tuple[int, int]:
     return node.meta[Mark.STAGE], node.meta[Mark.SEGMENT]
 
 

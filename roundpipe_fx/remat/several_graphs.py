@@ -99,14 +99,16 @@ def fit_graphs(
     alike = [[round(level * level_of_graph / _LEVELS) for level_of_graph in last] for level in range(_LEVELS + 1)]
     lowest = min(reversed(alike), key=peak)
     for _ in range(_ROUNDS):
-        for place, last_level in enumerate(last):
-            tried = [[*lowest[:place], level, *lowest[place + 1 :]] for level in range(last_level + 1)]
+        for position, last_level in enumerate(last):
+            tried = [[*lowest[:position], level, *lowest[position + 1 :]] for level in range(last_level + 1)]
             lowest = min(tried, key=peak)
     limit = int(limit_of(budget, peak(lowest), max(peak(alike[0]), peak(lowest))) * share)
     if isinstance(budget, float):
         limit = max(limit, peak(lowest))
     levels = next((combination for combination in alike if peak(combination) <= limit), lowest)
-    for place in sorted(range(len(graphs)), key=lambda place: -ladders[graphs[place]][levels[place]].seconds):
-        tried = [[*levels[:place], level, *levels[place + 1 :]] for level in range(levels[place] + 1)]
+    for position in sorted(
+        range(len(graphs)), key=lambda position: -ladders[graphs[position]][levels[position]].seconds
+    ):
+        tried = [[*levels[:position], level, *levels[position + 1 :]] for level in range(levels[position] + 1)]
         levels = next((combination for combination in tried if peak(combination) <= limit), levels)
     return FittedGraphs(footprints(levels), limit, peak(levels))

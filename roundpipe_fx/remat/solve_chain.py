@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 from roundpipe_fx.console.progress import progress
 from roundpipe_fx.remat.chain import ChainStage, Decision, SegmentChain
 
-_MOST_PLACES = 24
+_MAX_ENDS = 24
 """Default maximum number of later stages to run on to that are considered at each stage, evenly spread."""
 
 
@@ -63,12 +63,12 @@ class Solution:
     seconds: NDArray[np.float64]
     _first: NDArray[np.float64]
     _rerun: NDArray[np.float64] | None
-    _places: int | None = _MOST_PLACES
+    _ends: int | None = _MAX_ENDS
 
     def decisions(self, slots: int) -> list[Decision]:
         """The decisions that reach ``seconds[slots]``."""
         decisions: list[Decision] = []
-        tables = _Tables(self.chain, self.slot, len(self.seconds), self._rerun is not None, self._places)
+        tables = _Tables(self.chain, self.slot, len(self.seconds), self._rerun is not None, self._ends)
         tables.first, tables.rerun = self._first, self._rerun
         pending: list[tuple[int, int | None, int]] = [(0, None, slots)]
         while pending:
@@ -94,7 +94,7 @@ class Solution:
 
 
 def solve_chain(
-    chain: SegmentChain, limit: int, slots: int = 500, nested: bool = True, places: int | None = _MOST_PLACES
+    chain: SegmentChain, limit: int, slots: int = 500, nested: bool = True, max_ends: int | None = _MAX_ENDS
 ) -> Solution:
     """Solve a chain for every amount of memory up to a limit.
 
@@ -104,9 +104,9 @@ def solve_chain(
         slots: number of equal parts in which memory is counted.
         nested: whether the backward may come back to a stage and rerun the forward from there. Without it, solving time
             is linear in the length of the chain, else quadratic to cubic.
-        places: maximum number of later stages to run on to that are considered at each stage; ``None``: all.
+        max_ends: maximum number of later stages to run on to that are considered at each stage; ``None``: all.
     """
-    tables = _Tables(chain, max(limit, 1) / slots, slots + 1, nested, places)
+    tables = _Tables(chain, max(limit, 1) / slots, slots + 1, nested, max_ends)
     tables.solve()
     return Solution(
         chain=chain,
@@ -114,19 +114,19 @@ def solve_chain(
         seconds=tables.first[0].astype(np.float64),
         _first=tables.first,
         _rerun=tables.rerun,
-        _places=places,
+        _ends=max_ends,
     )
 
 
 class _Tables:
     """The tables of the dynamic program, and the decisions at a place: a stage, and the last one of its repetition."""
 
-    def __init__(self, chain: SegmentChain, slot: float, width: int, nested: bool, places: int | None) -> None:
+    def __init__(self, chain: SegmentChain, slot: float, width: int, nested: bool, max_ends: int | None) -> None:
         self.chain = chain
         self.slot = slot
         self.width = width
         self.nested = nested
-        self.most_places = places
+        self.max_ends = max_ends
         count = len(chain.stages)
         self.first = np.full((count + 1, width), np.inf)
         self.rerun: NDArray[np.float64] | None = None
@@ -205,26 +205,26 @@ class _Tables:
         shifted[where < 0] = np.inf
         return shifted
 
-    def _places(self, first: int, last: int | None) -> NDArray[np.int64]:
+    def _ends(self, first: int, last: int | None) -> NDArray[np.int64]:
         """Stages to run on to from ``first``."""
         end = self._end(last)
         if last is None and not self.chain.alone:
             end += 1
         if self.rerun is None or first == end:
             return np.empty(0, dtype=np.int64)
-        if self.most_places is None or end - first <= self.most_places:
+        if self.max_ends is None or end - first <= self.max_ends:
             return np.arange(first + 1, end + 1)
         # The next stage is always among them: keeping only what enters a stage is the most common decision.
-        return np.unique(np.r_[first + 1, np.linspace(first + 1, end, self.most_places).astype(np.int64)])
+        return np.unique(np.r_[first + 1, np.linspace(first + 1, end, self.max_ends).astype(np.int64)])
 
     def _seconds(self, first: int, last: int | None, memory: NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds of every decision at a place, a row each, by memory. The recurrence is in the module's docstring."""
         if first == last:
             return self._keeping_nothing(first, memory)
-        places = self._places(first, last)
+        max_ends = self._ends(first, last)
         rows = [self._keeping(first, last, memory)]
-        if len(places):
-            rows.append(self._coming_back(first, last, places, memory))
+        if len(max_ends):
+            rows.append(self._coming_back(first, last, max_ends, memory))
         return np.concatenate(rows)
 
     def _keeping_nothing(self, stage: int, memory: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -251,18 +251,18 @@ class _Tables:
         return self._possible(seconds_kept, needed, memory)
 
     def _coming_back(
-        self, first: int, last: int | None, places: NDArray[np.int64], memory: NDArray[np.int64]
+        self, first: int, last: int | None, max_ends: NDArray[np.int64], memory: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         """Run on to each of some later stages, do the backward from there, and come back."""
         assert self.rerun is not None
         times = self.times(last)
-        live_across = np.append(self.chain.live_across[first], 0)[places]
-        beyond = self._shifted(self._rest(last)[places], self._held(live_across * times), memory)
-        seconds_back = beyond + self.rerun[first, places - 1][:, memory]
+        live_across = np.append(self.chain.live_across[first], 0)[max_ends]
+        beyond = self._shifted(self._rest(last)[max_ends], self._held(live_across * times), memory)
+        seconds_back = beyond + self.rerun[first, max_ends - 1][:, memory]
         seconds_back += ((self.chain.price if last is None else 0.0) * live_across)[:, None]
         if last is not None:
-            seconds_back += (self._elapsed[places] - self._elapsed[first])[:, None]
-        needed = self._run[first, places] + live_across * (times - 1) + self._resident(first, last)
+            seconds_back += (self._elapsed[max_ends] - self._elapsed[first])[:, None]
+        needed = self._run[first, max_ends] + live_across * (times - 1) + self._resident(first, last)
         return self._possible(seconds_back, needed, memory)
 
     def _end(self, last: int | None) -> int:
@@ -299,7 +299,7 @@ class _Tables:
         options = len(self.chain.stages[first].options)
         if row < options:
             return Decision(last, first, row, first + 1)
-        return Decision(last, first, None, int(self._places(first, last)[row - options]))
+        return Decision(last, first, None, int(self._ends(first, last)[row - options]))
 
 
 def _repetitions(chain: SegmentChain) -> list[tuple[int, int]]:

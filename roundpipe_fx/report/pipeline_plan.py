@@ -33,7 +33,7 @@ def plan_of_pipeline(graph: PipelinedGraph) -> Plan:
         bubble=timing.bubble,
         peak_bytes=timing.peak_bytes,
         order="\n".join(f"{device}: {' '.join(map(str, actions))}" for device, actions in enumerate(order)),
-        brought_bytes=timing.brought_bytes,
+        host_to_device_bytes=timing.host_to_device_bytes,
         loss_reduction=pipelining.loss_reduction,
         sent_bytes=sum(offload.bytes for offload in timing.offloads),
         sent_values=sum(len(offload.values) for offload in timing.offloads),

@@ -232,9 +232,9 @@ class Plan(Decisions):
     def _details(self) -> PlanDetails:
         alternatives, frontier = self.alternatives, self._frontier if self.trade_off else ()
         if frontier and self.pipeline is None:
-            told = set(frontier)
+            shown = set(frontier)
             parts = [self._own_alternatives, *([self._in_tiles.plans] if self._in_tiles is not None else [])]
-            alternatives = joined(parts, lambda plan: (plan.bytes, plan.seconds) in told)
+            alternatives = joined(parts, lambda plan: (plan.bytes, plan.seconds) in shown)
         step = self.read_step() if self.read_step is not None else None
         return PlanDetails(step=step, frontier=frontier, alternatives=alternatives)
 
@@ -252,7 +252,7 @@ class Plan(Decisions):
         """
         return explained(self, name)
 
-    def write_html(self, path: str | Path, *, beside: Plan | None = None) -> Path:
+    def write_html(self, path: str | Path, *, compare_with: Plan | None = None) -> Path:
         """Write a page to explore the plan with: one file that needs no network.
 
         It shows memory over the step with the values alive at each moment; every value with what happens to it, what
@@ -261,13 +261,13 @@ class Plan(Decisions):
 
         Args:
             path: the file to write.
-            beside: another plan, which the page compares this one with.
+            compare_with: another plan, which the page compares this one with.
 
         Returns:
             the path.
         """
         target = Path(path)
-        target.write_text(self._page(beside), encoding="utf-8")
+        target.write_text(self._page(compare_with), encoding="utf-8")
         return target
 
     def write_snapshot(self, path: str | Path) -> Path:
@@ -306,22 +306,22 @@ class Plan(Decisions):
             planned = [changes_of_step(step)]
         return write_snapshot(path, planned, recorded_history())
 
-    def show(self, *, beside: Plan | None = None) -> Any:
+    def show(self, *, compare_with: Plan | None = None) -> Any:
         """Show the page of :meth:`write_html`: in the notebook's cell, or in a browser, from a temporary file whose
         path is printed. Without a display, the path is all there is.
 
         Args:
-            beside: another plan, which the page compares this one with.
+            compare_with: another plan, which the page compares this one with.
 
         Returns:
             in a notebook what displays the page; else ``None``.
         """
-        return show_page(self._page(beside))
+        return show_page(self._page(compare_with))
 
-    def _page(self, beside: Plan | None) -> str:
-        if beside is None:
+    def _page(self, compare_with: Plan | None) -> str:
+        if compare_with is None:
             return page_of_plans([self.to_json()], ["roundpipe_fx plan"])
-        return page_of_plans([self.to_json(), beside.to_json()], ["this plan", "beside"])
+        return page_of_plans([self.to_json(), compare_with.to_json()], ["this plan", "beside"])
 
     def to_json(self) -> str:
         """The plan as JSON, without the emitted code, which :meth:`from_json` reads.

@@ -192,7 +192,7 @@ def _gather_lines(pipeline: PlannedPipeline) -> list[str]:
 def _host_lines(pipeline: PlannedPipeline) -> list[str]:
     """Describe what a step copies to the host and from it, and the memory that it needs there."""
     values = f"{_counted(pipeline.sent_values, 'value')} ({bytes_text(pipeline.sent_bytes)}) to the host and back"
-    if not pipeline.brought_bytes:
+    if not pipeline.host_to_device_bytes:
         pinned = f"a step copies {values}; pinned on the host: {bytes_text(pipeline.host_value_bytes)}"
         return [pinned] if pipeline.sent_values else []
     parts = [f"weights {bytes_text(pipeline.host_weight_bytes)}"]
@@ -206,7 +206,8 @@ def _host_lines(pipeline: PlannedPipeline) -> list[str]:
     if pipeline.host_optimizer_bytes:
         optimizer = f"; optimizer {bytes_text(pipeline.host_optimizer_bytes)}"
     return [
-        f"the model is on the host: a step copies {bytes_text(pipeline.brought_bytes)} of it to the devices{left}; "
+        f"the model is on the host: a step copies {bytes_text(pipeline.host_to_device_bytes)} of it to the devices"
+        f"{left}; "
         f"pinned on the host: {bytes_text(pipeline.host_bytes - pipeline.host_optimizer_bytes)} "
         f"({', '.join(parts)}){optimizer}",
     ]

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _ROWS = 6
 """Rows of the tables of modules and stages. With titles, last rows and the header there are 40 lines at most."""
-_ROWS_BESIDE = 3
+_FEWER_ROWS = 3
 """The same where there is a table of divisions of devices, which has as many rows as these tables then lack."""
 _REASONS = 2
 """Rows of the table of hoisted values."""
@@ -39,7 +39,7 @@ def summary_lines(plan: Decisions) -> list[str]:
     """
     mesh = plan.pipeline.mesh if plan.pipeline is not None else None
     divisions = division_lines(mesh, _ROWS) if mesh is not None else []
-    most = _ROWS_BESIDE if divisions else _ROWS
+    most = _FEWER_ROWS if divisions else _ROWS
     lines = [*header_lines(plan), *divisions, *_alive(plan, most), *_stages(plan, most)]
     values = [value for stage in plan.stages for value in stage.recomputed]
     lines += _recomputed(values, most)

@@ -138,7 +138,8 @@ class Timeline:
     def _copy_events(self) -> list[dict[str, Any]]:
         """Events of a trace for the copies, in rows behind those of the devices."""
         rows = {
-            key: _COPY_ROWS + place for place, key in enumerate(sorted({(c.device, c.to_host) for c in self.copies}))
+            key: _COPY_ROWS + position
+            for position, key in enumerate(sorted({(c.device, c.to_host) for c in self.copies}))
         }
         events: list[dict[str, Any]] = [
             {
@@ -206,7 +207,7 @@ def _copies(timing: Timing, orders: Sequence[Sequence[Action]], names: Mapping[i
     for copy in timing.window_copies:
         yield CopyBar(
             device=copy.device,
-            action=orders[copy.device][copy.place],
+            action=orders[copy.device][copy.position],
             what="gradients" if copy.to_host else "weights",
             to_host=copy.to_host,
             start=copy.start,

@@ -25,8 +25,8 @@ class BufferVersions:
     def __init__(self, programs: Sequence[PipelineProgram], primals: Sequence[Sequence[Any]]) -> None:
         self._writers: dict[int, list[int]] = {}
         for microbatch, program in enumerate(programs):
-            for place in program.mutations.values():
-                self._writers.setdefault(id(primals[microbatch][place]), []).append(microbatch)
+            for position in program.mutations.values():
+                self._writers.setdefault(id(primals[microbatch][position]), []).append(microbatch)
         self._made: dict[tuple[int, int], Any] = {}
         self._changed = threading.Condition()
         self._stopped = False

@@ -73,8 +73,8 @@ def _adding(body: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]) -
     inputs = graph.find_nodes(op="placeholder")
     added_to = {node.args[0] for node in adding}
     totals = [node for node in inputs if node in added_to]
-    place = {node: number for number, node in enumerate(totals)}
-    sums = [(node.target, place[node.args[0]], len(node.args) - 1) for node in adding]
+    position = {node: number for number, node in enumerate(totals)}
+    sums = [(node.target, position[node.args[0]], len(node.args) - 1) for node in adding]
     graph.output_node().args = ((*parts, *(operand for node in adding for operand in node.args[1:])),)
     for node in (*adding, *totals):
         graph.erase_node(node)

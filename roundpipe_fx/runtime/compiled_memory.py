@@ -66,7 +66,7 @@ def follow_compiled(
         return None
     donated: list[int] = []
     if dying and call.phase is not Phase.FORWARD:
-        donated = [place for place in donatable(call.module, computed_inputs(call)) if place in dying]
+        donated = [position for position in donatable(call.module, computed_inputs(call)) if position in dying]
     inputs = list(map(_with_numbers, values))
     workspaces: dict[str, int] = {}
     for node in nodes:

@@ -69,8 +69,8 @@ def in_parts(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]
         results = graph.create_node(
             "call_function", calls[digest], ([copies[node] for node in inputs],), name=f"part_{len(graph.nodes)}"
         )
-        for place, node in enumerate(outputs):
-            copies[node] = graph.create_node("call_function", operator.getitem, (results, place), name=node.name)
+        for position, node in enumerate(outputs):
+            copies[node] = graph.create_node("call_function", operator.getitem, (results, position), name=node.name)
             copies[node].meta = dict(node.meta)
     output = module.graph.output_node()
     graph.output(fx.node.map_arg(output.args[0], copies.__getitem__))

@@ -39,14 +39,14 @@ def from_zero(
     """
     totals = {node.args[0] for node in module.graph.nodes if node.target in SUMMING}
     placeholders = module.graph.find_nodes(op="placeholder")
-    sums = {place: node.meta["val"] for place, node in enumerate(placeholders) if node in totals}
+    sums = {position: node.meta["val"] for position, node in enumerate(placeholders) if node in totals}
     if not sums:
         return call
 
     def run(arguments: list[Any]) -> tuple[Any, ...]:
-        for place, like in sums.items():
-            if arguments[place] is None:
-                arguments[place] = torch.empty_strided(
+        for position, like in sums.items():
+            if arguments[position] is None:
+                arguments[position] = torch.empty_strided(
                     like.shape, like.stride(), dtype=like.dtype, device=like.device
                 ).zero_()
         return call(arguments)

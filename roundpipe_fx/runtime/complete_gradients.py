@@ -74,27 +74,27 @@ class CompleteGradients:
         self._last: list[list[tuple[int, int]]] = []
         for of_device in instructions:
             last: dict[int, int] = {}
-            for place, instruction in enumerate(of_device):
+            for position, instruction in enumerate(of_device):
                 batch = instruction.action.microbatch
                 for key in _touched(instruction, programs[batch], primals[batch]):
                     if key in updates.keys:
-                        last[key] = place
+                        last[key] = position
             self._devices.update(last.keys())
-            self._last.append(sorted(((place, key) for key, place in last.items()), key=lambda item: -item[0]))
+            self._last.append(sorted(((position, key) for key, position in last.items()), key=lambda item: -item[0]))
 
     def passed(
-        self, device: int, place: int, take: Callable[[int], Parts], wait: Callable[[], Callable[[], None]]
+        self, device: int, position: int, take: Callable[[int], Parts], wait: Callable[[], Callable[[], None]]
     ) -> None:
         """Tell of what a device has done; called by its worker.
 
         Args:
             device: number of the device.
-            place: position of its next instruction.
+            position: position of its next instruction.
             take: removes and returns what it has of a gradient, by identity of the primal.
             wait: returns a function that waits until that has arrived on the host.
         """
         last, keys = self._last[device], []
-        while last and last[-1][0] < place:
+        while last and last[-1][0] < position:
             keys.append(last.pop()[1])
         if not keys:
             return

@@ -37,19 +37,19 @@ def copied_together(values: Sequence[Any], device: torch.device) -> tuple[Any, .
     """
     sent = list(values)
     groups: dict[tuple[int, torch.dtype], list[int]] = {}
-    for place, value in enumerate(values):
+    for position, value in enumerate(values):
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            groups.setdefault((value.untyped_storage()._cdata, value.dtype), []).append(place)
-    for places in groups.values():
-        if len(places) == 1:
-            sent[places[0]] = copied(values[places[0]], device)
+            groups.setdefault((value.untyped_storage()._cdata, value.dtype), []).append(position)
+    for positions in groups.values():
+        if len(positions) == 1:
+            sent[positions[0]] = copied(values[positions[0]], device)
             continue
-        views = [values[place] for place in places]
+        views = [values[position] for position in positions]
         start = min(view.storage_offset() for view in views)
         end = max(view.storage_offset() + _extent(view) for view in views)
         memory = views[0].as_strided((end - start,), (1,), start).to(device, non_blocking=True)
-        for place, view in zip(places, views, strict=True):
-            sent[place] = memory.as_strided(view.shape, view.stride(), view.storage_offset() - start)
+        for position, view in zip(positions, views, strict=True):
+            sent[position] = memory.as_strided(view.shape, view.stride(), view.storage_offset() - start)
     return tuple(sent)
 
 

@@ -203,7 +203,7 @@ class AcceleratorDeviceStreams:
         self._callers: dict[torch.device, torch.Stream] = {}
         self._copies: dict[int, tuple[Any, torch.Tensor]] = {}
         self._leaving: list[torch.Tensor] = []
-        self._brought: Any = None
+        self._arrived: Any = None
         self._left: Any = None
 
     def touch_libraries(self) -> None:
@@ -247,11 +247,11 @@ class AcceleratorDeviceStreams:
         for value in tensors:
             value.record_stream(self.compute if value.device == self.device else self._callers[value.device])
         for device in elsewhere:
-            places = [place for place, value in enumerate(values) if _is_on(value, device)]
-            moved = self._copy([values[place] for place in places])
+            positions = [position for position, value in enumerate(values) if _is_on(value, device)]
+            moved = self._copy([values[position] for position in positions])
             values = list(values)
-            for place, value in zip(places, moved, strict=True):
-                values[place] = value
+            for position, value in zip(positions, moved, strict=True):
+                values[position] = value
         return values
 
     def _copy(self, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -333,8 +333,8 @@ class AcceleratorDeviceStreams:
 
     def exchange(self, drops: Sequence[torch.Tensor], brings: Sequence[torch.Tensor]) -> None:
         """The compute stream waits for the previous copies, the incoming stream for the readers of freed ones."""
-        if self._brought is not None:
-            self.compute.wait_event(self._brought)
+        if self._arrived is not None:
+            self.compute.wait_event(self._arrived)
         if drops:
             self.incoming.wait_event(self.compute.record_event())
             for value in drops:
@@ -342,7 +342,7 @@ class AcceleratorDeviceStreams:
         with on_stream(self.incoming):
             for value in brings:
                 self._copies[id(value)] = (value, value.detach().to(self.device, non_blocking=True))
-        self._brought = self.incoming.record_event()
+        self._arrived = self.incoming.record_event()
 
     def offload_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients are held until the next call; by then they have been copied while the device computed.
@@ -374,7 +374,7 @@ class AcceleratorDeviceStreams:
         self.incoming.synchronize()
         self.outgoing.synchronize()
         self._leaving.clear()
-        self._brought = self._left = None
+        self._arrived = self._left = None
         release_idle_pages()
 
     def copy_values(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], to_host: bool) -> Any:

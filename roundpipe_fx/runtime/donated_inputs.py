@@ -43,9 +43,11 @@ def donatable(module: fx.GraphModule, computed: Collection[int]) -> list[int]:
     inputs = module.graph.find_nodes(op="placeholder")
     made = {_bytes(node) for node in module.graph.nodes if node.op == "call_function" and not is_view(node)}
     return [
-        place
-        for place in computed
-        if _bytes(inputs[place]) >= _WORTH and _bytes(inputs[place]) in made and _is_read_in_kernel(inputs[place])
+        position
+        for position in computed
+        if _bytes(inputs[position]) >= _WORTH
+        and _bytes(inputs[position]) in made
+        and _is_read_in_kernel(inputs[position])
     ]
 
 
@@ -64,11 +66,13 @@ def _is_read_in_kernel(node: fx.Node) -> bool:
     return any(_is_read_in_kernel(user) if is_view(user) else is_fusible(user) for user in node.users)
 
 
-def by_donation(places: Collection[int], compiled: Callable[[Collection[int]], Boxed], compiling: ForkedLock) -> Boxed:
+def by_donation(
+    positions: Collection[int], compiled: Callable[[Collection[int]], Boxed], compiling: ForkedLock
+) -> Boxed:
     """Compile a stage module for the inputs that die in a call, when it is called.
 
     Args:
-        places: of :func:`donatable`.
+        positions: of :func:`donatable`.
         compiled: compiles the module for inputs that may be written over.
         compiling: held while something is compiled.
 
@@ -78,7 +82,7 @@ def by_donation(places: Collection[int], compiled: Callable[[Collection[int]], B
     codes: dict[frozenset[int], Boxed] = {}
 
     def call(arguments: list[Any]) -> tuple[Any, ...]:
-        dying = frozenset(place for place in places if is_sole_reference(arguments, place))
+        dying = frozenset(position for position in positions if is_sole_reference(arguments, position))
         with compiling:
             if dying not in codes:
                 if len(codes) >= _CODES:

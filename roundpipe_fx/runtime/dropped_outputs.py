@@ -38,7 +38,7 @@ class DroppedOutputs:
         self, outputs: Collection[int], saved: Mapping[int, int], see: Callable[[frozenset[int]], None]
     ) -> None:
         self._saved = saved
-        self._others = [place for place in outputs if place not in saved]
+        self._others = [position for position in outputs if position not in saved]
         self._see = see
         self._waiting: list[dict[int, StorageReference]] = []
 
@@ -51,9 +51,9 @@ class DroppedOutputs:
                 self._waiting = [references for references in self._waiting if _held_of([references])]
             self._waiting.append(
                 {
-                    place: StorageReference(results[place].untyped_storage())
-                    for place in self._others
-                    if isinstance(results[place], torch.Tensor) and results[place].layout is torch.strided
+                    position: StorageReference(results[position].untyped_storage())
+                    for position in self._others
+                    if isinstance(results[position], torch.Tensor) and results[position].layout is torch.strided
                 }
             )
             return results
@@ -69,7 +69,7 @@ class DroppedOutputs:
                 # Calls are not told apart: an output of any call that waits is held.
                 waiting, self._waiting = self._waiting, []
                 held = _held_of(waiting)
-                held.update(place for place, of in self._saved.items() if not is_sole_reference(arguments, of))
+                held.update(position for position, of in self._saved.items() if not is_sole_reference(arguments, of))
                 self._see(frozenset(held))
             return run(arguments)
 
@@ -79,4 +79,4 @@ class DroppedOutputs:
 
 def _held_of(calls: Iterable[Mapping[int, StorageReference]]) -> set[int]:
     """Numbers of the outputs of some calls whose memory is still referred to."""
-    return {place for references in calls for place, of in references.items() if not of.expired()}
+    return {position for references in calls for position, of in references.items() if not of.expired()}

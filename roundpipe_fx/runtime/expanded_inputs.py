@@ -39,31 +39,31 @@ def by_arrival(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxe
     """
     usual = compiled(module)
     inputs = module.graph.find_nodes(op="placeholder")
-    places = [place for place, node in enumerate(inputs) if is_expanded(node.meta.get("val"))]
-    if not places:
+    positions = [position for position, node in enumerate(inputs) if is_expanded(node.meta.get("val"))]
+    if not positions:
         return usual
     others: dict[frozenset[int], Boxed] = {}
 
     def call(arguments: list[Any]) -> tuple[Any, ...]:
-        arrived = frozenset(place for place in places if not is_expanded(arguments[place]))
+        arrived = frozenset(position for position in positions if not is_expanded(arguments[position]))
         if not arrived:
             return usual(arguments)
         with compiling:
             if arrived not in others:
                 others[arrived] = compiled(_for_contiguous(module, arrived))
-        for place in arrived:
-            arguments[place] = arguments[place].contiguous()
+        for position in arrived:
+            arguments[position] = arguments[position].contiguous()
         return others[arrived](arguments)
 
     return call
 
 
-def _for_contiguous(module: fx.GraphModule, places: Collection[int]) -> fx.GraphModule:
+def _for_contiguous(module: fx.GraphModule, positions: Collection[int]) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     graph.set_codegen(module.graph._codegen)
-    for place, node in enumerate(graph.find_nodes(op="placeholder")):
-        if place in places:
+    for position, node in enumerate(graph.find_nodes(op="placeholder")):
+        if position in positions:
             like = node.meta["val"]
             with like.fake_mode:
                 node.meta["val"] = torch.empty(like.shape, dtype=like.dtype, device=like.device)

@@ -110,7 +110,7 @@ def returning(run: Boxed, outputs: int, traced: Sequence[tuple[int, torch.Tensor
     def call(arguments: list[Any]) -> tuple[Any, ...]:
         results = run(arguments)
         known = {id(value): weakref.ref(value) for value in results[:outputs] if isinstance(value, torch.Tensor)}
-        likes = [Like.of(results[place], fake) for place, fake in traced] if traced is not None else None
+        likes = [Like.of(results[position], fake) for position, fake in traced] if traced is not None else None
         _thread.returned = _Returned(known, likes)
         return results
 
@@ -172,9 +172,9 @@ def receiving(run: Boxed, tangents: Mapping[int, bool]) -> Boxed:
 
     def call(arguments: list[Any]) -> tuple[Any, ...]:
         likes, _thread.likes = _thread.likes, None
-        for (place, strided), like in zip(tangents.items(), likes or (), strict=False):
-            if arguments[place] is None:
-                arguments[place] = incoming_gradient(None, like, strided)
+        for (position, strided), like in zip(tangents.items(), likes or (), strict=False):
+            if arguments[position] is None:
+                arguments[position] = incoming_gradient(None, like, strided)
         return run(arguments)
 
     call._boxed_call = True  # type: ignore[attr-defined]
@@ -191,8 +191,8 @@ def gradient_observer(run: Boxed, unexpected: Mapping[int, str], see: Callable[[
     """
 
     def call(arguments: list[Any]) -> tuple[Any, ...]:
-        for place, name in unexpected.items():
-            if arguments[place] is not None:
+        for position, name in unexpected.items():
+            if arguments[position] is not None:
                 see(name)
         return run(arguments)
 

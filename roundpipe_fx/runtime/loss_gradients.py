@@ -43,7 +43,7 @@ def _gradient_of_scores(
     numbers, counts = labels.unsqueeze(dim), (labels != ignored).unsqueeze(dim)
     if weight is not None:
         each = each * weight[torch.where(counts, numbers, 0)]
-    shape = [-1 if place == dim else 1 for place in range(scores.dim())]
+    shape = [-1 if position == dim else 1 for position in range(scores.dim())]
     classes = torch.arange(scores.shape[dim], device=scores.device).view(shape)
     return torch.where((classes == numbers) & counts, -each, 0).to(scores.dtype)
 

@@ -64,7 +64,7 @@ class Mailboxes:
         self._all_device_streams = all_device_streams
         self._mailboxes = [Mailbox() for _ in all_device_streams]
 
-    def before(self, device: int, place: int) -> None:
+    def before(self, device: int, position: int) -> None:
         """Nothing to start: messages arrive by themselves."""
 
     def receive(self, device: int, step: StageAction, microbatch: int) -> dict[int, Any]:
@@ -77,11 +77,11 @@ class Mailboxes:
         device_streams = self._all_device_streams[device]
         return [
             device_streams.send(
-                tuple(number for _, number in places),
-                [results[place] for place, _ in places],
+                tuple(number for _, number in positions),
+                [results[position] for position, _ in positions],
                 self._all_device_streams[peer],
             )
-            for peer, places in instruction.sends
+            for peer, positions in instruction.sends
         ]
 
     def send(self, device: int, instruction: Instruction, messages: list[Any]) -> None:
@@ -100,7 +100,7 @@ class Mailboxes:
     def end_run(self, failure: BaseException | None, outputs: Sequence[list[Any]]) -> None:
         """Nothing to ask: all workers are in this process."""
 
-    def accumulated(self, device: int, place: int, sums: GradientAccumulator) -> None:
+    def accumulated(self, device: int, position: int, sums: GradientAccumulator) -> None:
         """Nothing to remove."""
 
     def combine(self, gradients: dict[int, torch.Tensor]) -> None:

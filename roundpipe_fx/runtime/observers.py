@@ -31,19 +31,19 @@ def size_observer(nodes: Sequence[Any], see: ObserveSize) -> Callable[[Sequence[
     Returns:
         a function of the results; ``None`` if none of them has a data-dependent size.
     """
-    places: dict[str, tuple[int, int | None]] = {}
+    positions: dict[str, tuple[int, int | None]] = {}
     for index, node in enumerate(nodes):
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
         sizes = list(enumerate(value.shape)) if isinstance(value, torch.Tensor) else [(None, value)]
         for dim, size in sizes:
             symbol = data_dependent_symbol(size)
             if symbol is not None:
-                places.setdefault(symbol, (index, dim))
-    if not places:
+                positions.setdefault(symbol, (index, dim))
+    if not positions:
         return None
 
     def see_sizes(results: Sequence[Any]) -> None:
-        for symbol, (index, dim) in places.items():
+        for symbol, (index, dim) in positions.items():
             see(symbol, int(results[index] if dim is None else results[index].shape[dim]))
 
     return see_sizes

@@ -161,8 +161,8 @@ def instructions_of(
         of_device = []
         for action in order:
             batch = action.microbatch
-            places = (*where[batch].items(), *where_later[batch].items())
-            key = (device, id(programs[batch]), places, tuple(sequences[device][batch]), batch)
+            positions = (*where[batch].items(), *where_later[batch].items())
+            key = (device, id(programs[batch]), positions, tuple(sequences[device][batch]), batch)
             if key not in known:
                 known[key] = _of_microbatch(
                     device, batch, programs[batch], where[batch], sequences[device][batch], where_later[batch]
@@ -252,8 +252,8 @@ def _of_microbatch(
         device 1                      └─▶ receives v, F1.0 reads v ── B1.0 reads v, which dies
     """
     readers = _Readers.of(device, program, where, sequence, where_later)
-    outputs = _places(program.outputs)
-    gradients = _places([gradient.source for gradient in program.gradients])
+    outputs = _positions(program.outputs)
+    gradients = _positions([gradient.source for gradient in program.gradients])
     left = bool(where_later)
     later = readers.later | gradients.keys() if left else readers.later
     instructions: dict[StageAction, Instruction] = {}
@@ -261,7 +261,9 @@ def _of_microbatch(
     for step in sequence:
         code = program.steps[step]
         made = list(enumerate(code.outputs))
-        gradients_here = [(i, place) for i, number in made for place in gradients.get(number, ())] if not left else []
+        gradients_here = (
+            [(i, position) for i, number in made for position in gradients.get(number, ())] if not left else []
+        )
         added = {source.index for source in code.inputs if source.kind == "sum"}
         arriving = [
             source
@@ -282,19 +284,19 @@ def _of_microbatch(
                 (peer, tuple((i, number) for i, number in made if peer in readers.devices.get(number, ())))
                 for peer in peers
             ),
-            results=tuple((i, place) for i, number in made for place in outputs.get(number, ())),
-            gradients=tuple((i, place) for i, place in gradients_here if place not in added),
-            sums=tuple((i, place) for i, place in gradients_here if place in added),
+            results=tuple((i, position) for i, number in made for position in outputs.get(number, ())),
+            gradients=tuple((i, position) for i, position in gradients_here if position not in added),
+            sums=tuple((i, position) for i, position in gradients_here if position in added),
         )
     return instructions
 
 
-def _places(sources: Sequence[Source | None]) -> dict[int, list[int]]:
-    places: dict[int, list[int]] = {}
-    for place, source in enumerate(sources):
+def _positions(sources: Sequence[Source | None]) -> dict[int, list[int]]:
+    positions: dict[int, list[int]] = {}
+    for position, source in enumerate(sources):
         if source is not None and source.kind == "value":
-            places.setdefault(source.index, []).append(place)
-    return places
+            positions.setdefault(source.index, []).append(position)
+    return positions
 
 
 def last_uses(instructions: Sequence[Instruction], primals: Sequence[Sequence[Any]]) -> list[list[Any]]:

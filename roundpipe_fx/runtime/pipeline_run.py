@@ -26,7 +26,7 @@ from roundpipe_fx.runtime.prefetch import PrefetchStep, prefetch_steps_of
 from roundpipe_fx.runtime.random_streams import RandomStream, drawing
 from roundpipe_fx.runtime.stage_updates import StageUpdates, StepUpdates
 from roundpipe_fx.runtime.transport import Transport
-from roundpipe_fx.runtime.value_offloading import Away, OffloadSteps, ValueOffloading
+from roundpipe_fx.runtime.value_offloading import OffloadState, OffloadSteps, ValueOffloading
 from roundpipe_fx.runtime.worker import Stopped, Workers
 from roundpipe_fx.schedules import Action
 from roundpipe_fx.torch_private import active_dispatch_modes, dispatch_modes
@@ -208,7 +208,7 @@ class _PipelineRun:
         self.transport = transport
         self._values: list[list[dict[int, Any]]] = [[{} for _ in programs] for _ in workers.all_device_streams]
         self._inherits = bool(inherited)
-        self._away: list[dict[tuple[int, int], Away]] = [{} for _ in workers.all_device_streams]
+        self._offloaded: list[dict[tuple[int, int], OffloadState]] = [{} for _ in workers.all_device_streams]
         self._left_gradients = _gradients_among(inherited, programs, primals)
         if inherited:
             self._hand_out(inherited)
@@ -230,15 +230,15 @@ class _PipelineRun:
         self.failure: BaseException | None = None
 
     def _hand_out(self, inherited: Sequence[dict[int, Any]]) -> None:
-        for of_device, away, instructions in zip(self._values, self._away, self._instructions, strict=False):
+        for of_device, offloaded, instructions in zip(self._values, self._offloaded, self._instructions, strict=False):
             for instruction in instructions:
                 batch = instruction.action.microbatch
                 for source in instruction.code.inputs:
                     if source.kind != "value" or source.index not in inherited[batch]:
                         continue
                     value = inherited[batch][source.index]
-                    if isinstance(value, Away):
-                        away[batch, source.index] = value
+                    if isinstance(value, OffloadState):
+                        offloaded[batch, source.index] = value
                     else:
                         of_device[batch][source.index] = _Left(value)
         for values in inherited:
@@ -286,17 +286,17 @@ class _PipelineRun:
         done_with = last_uses(instructions, self._primals) if elsewhere else [[] for _ in instructions]
         prefetch_steps = self._prefetch_steps[device] if self._prefetch_steps else {}
         offloads = self._offloads[device] if self._offloads else {}
-        offloading = ValueOffloading(offloads, values, device_streams, self._away[device])
-        for place, (instruction, call, unread) in enumerate(
+        offloading = ValueOffloading(offloads, values, device_streams, self._offloaded[device])
+        for position, (instruction, call, unread) in enumerate(
             zip(instructions, self._calls[device], done_with, strict=True)
         ):
             if self._stopping:
                 raise Stopped
-            offloading.leave(place)
-            if place in prefetch_steps:
-                self._prefetch(device, device_streams, prefetch_steps[place], place)
-            offloading.reload(place)
-            self.transport.before(device, place)
+            offloading.leave(position)
+            if position in prefetch_steps:
+                self._prefetch(device, device_streams, prefetch_steps[position], position)
+            offloading.reload(position)
+            self.transport.before(device, position)
             batch = instruction.action.microbatch
             of_batch = values[batch]
             # Block until the results of other devices have been sent; on an accelerator they may still be on their way.
@@ -331,9 +331,9 @@ class _PipelineRun:
             messages = self._deliver(device, device_streams, instruction, results)
             del arguments, results  # before peers are woken, whose planned memory assumes that these are freed
             self.transport.send(device, instruction, messages)
-            self.transport.accumulated(device, place, self._sums[device])
+            self.transport.accumulated(device, position, self._sums[device])
             if self._complete is not None and not self._on_host:
-                self._complete.passed(device, place + 1, self._sums[device].parts_of, lambda: _there)
+                self._complete.passed(device, position + 1, self._sums[device].parts_of, lambda: _there)
         offloading.leave(len(instructions))
         offloading.reload(len(instructions))
         offloading.leave_behind()
@@ -341,7 +341,7 @@ class _PipelineRun:
         if prefetch_steps:
             self._prefetch(device, device_streams, prefetch_steps[len(instructions)], len(instructions))
 
-    def _prefetch(self, device: int, device_streams: DeviceStreams, prefetch_step: PrefetchStep, place: int) -> None:
+    def _prefetch(self, device: int, device_streams: DeviceStreams, prefetch_step: PrefetchStep, position: int) -> None:
         """Between two residency windows: offload gradients, free copies of host tensors and prefetch others."""
         left = self._sums[device].remove(self._on_host)
         at_host = self._at_host[device]
@@ -351,7 +351,7 @@ class _PipelineRun:
         if self._complete is not None:
             self._complete.passed(
                 device,
-                place,
+                position,
                 lambda owner: [(part, True) for part in at_host.pop(owner, [])],
                 device_streams.gradients_arrive,
             )
@@ -367,20 +367,20 @@ class _PipelineRun:
         """Store the results of an action. Returns the messages to other devices, in the order of the sends."""
         batch = instruction.action.microbatch
         messages = self.transport.pack(device, instruction, results)
-        for place, number in instruction.kept:
-            self._values[device][batch][number] = results[place]
+        for position, number in instruction.kept:
+            self._values[device][batch][number] = results[position]
         program = self._programs[batch]
-        for place, output in instruction.results:
-            value = device_streams.to_caller(results[place])
+        for position, output in instruction.results:
+            value = device_streams.to_caller(results[position])
             self.outputs[batch][output] = value
             if output in program.mutations and self._buffer_versions is not None:
                 self._buffer_versions.write(
                     self._primals[batch][program.mutations[output]], batch, value, device_streams.ready()
                 )
-        for place, number in instruction.gradients:
-            self._sums[device].add(self._owner(batch, number), results[place])
-        for place, number in instruction.sums:
-            self._sums[device].give(self._owner(batch, number), results[place])
+        for position, number in instruction.gradients:
+            self._sums[device].add(self._owner(batch, number), results[position])
+        for position, number in instruction.sums:
+            self._sums[device].give(self._owner(batch, number), results[position])
         return messages
 
     def _owner(self, batch: int, number: int) -> int:
@@ -415,9 +415,9 @@ class _PipelineRun:
             gradients[key] = gradients[key] + value if key in gradients else value
         self.transport.combine(gradients)
         for batch, program in enumerate(self._programs):
-            for place, source in enumerate(program.outputs):
+            for position, source in enumerate(program.outputs):
                 if source is not None and source.kind == "primal":
-                    self.outputs[batch][place] = self._primals[batch][source.index]
+                    self.outputs[batch][position] = self._primals[batch][source.index]
             if len(self._tangents[batch]) < len(program.tangents):
                 continue  # the backward is a later run
             for gradient in program.gradients:

@@ -66,7 +66,7 @@ def prefetch_steps_of(
     reads: list[set[int]] = []
     for window in windows:
         resident_keys: set[int] = set()
-        for instruction in (instructions[place] for place in window):
+        for instruction in (instructions[position] for position in window):
             values = primals[instruction.action.microbatch]
             code = instruction.code
             for value in (values[number] for number in (*code.reads, *(code.views if views else ()))):
@@ -74,7 +74,7 @@ def prefetch_steps_of(
                     tensors[id(value)] = value
                     resident_keys.add(id(value))
         reads.append(resident_keys)
-    order = {key: place for place, key in enumerate(tensors)}
+    order = {key: position for position, key in enumerate(tensors)}
 
     def of(keys: Collection[int]) -> tuple[torch.Tensor, ...]:
         return tuple(tensors[key] for key in sorted(keys, key=order.__getitem__))

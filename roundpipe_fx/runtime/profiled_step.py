@@ -45,7 +45,7 @@ class ProfiledStep:
         graph: fx.Graph,
     ) -> None:
         results = {node for node in forward.results if isinstance(node, fx.Node)}
-        self._arriving = [place for place, node in enumerate(backward.inputs) if node not in results]
+        self._arriving = [position for position, node in enumerate(backward.inputs) if node not in results]
         self._released = tensor_bytes(_freed(forward, released))
         self._device_type = device_type
         self._see = see
@@ -67,7 +67,7 @@ class ProfiledStep:
         """Wrap the backward program so that it is profiled."""
 
         def seer(arguments: list[Any]) -> Callable[[ProfiledMemory], None]:
-            arrived = (arguments[place] for place in self._arriving)
+            arrived = (arguments[position] for position in self._arriving)
             arriving = sum(value.untyped_storage().nbytes() for value in arrived if isinstance(value, torch.Tensor))
             left = self._left
             return lambda memory: None if left is None else self._see(left + arriving + memory.peak)
@@ -86,7 +86,7 @@ class ProfiledStep:
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             nonlocal runs, largest
             runs += 1
-            sizes = [arguments[place] for place in planned]
+            sizes = [arguments[position] for position in planned]
             grown = largest is None or any(size > known for size, known in zip(sizes, largest, strict=True))
             within = all(size <= most for size, most in zip(sizes, planned.values(), strict=True))
             if runs == 1 or not grown or not within or profiler_runs():
@@ -101,6 +101,6 @@ class ProfiledStep:
 def _freed(forward: Program, released: Collection[int]) -> list[torch.Tensor]:
     """Memory of results that no other result refers to; inputs stay."""
     bases = [viewed(node) if isinstance(node, fx.Node) else None for node in forward.results]
-    held = {*forward.inputs, *(base for place, base in enumerate(bases) if place not in released)}
-    freed = dict.fromkeys(base for place in released if (base := bases[place]) is not None and base not in held)
+    held = {*forward.inputs, *(base for position, base in enumerate(bases) if position not in released)}
+    freed = dict.fromkeys(base for position in released if (base := bases[position]) is not None and base not in held)
     return [value for base in freed for value in tensor_values(base)]

@@ -64,13 +64,13 @@ class drawing:
     """Context manager in which operations of this thread draw from a stream, on a device."""
 
     def __init__(self, stream: RandomStream, device: torch.device) -> None:
-        self._place = (stream, device)
+        self._stream_and_device = (stream, device)
 
     def __enter__(self) -> None:
-        _local.place = self._place
+        _local.stream_and_device = self._stream_and_device
 
     def __exit__(self, *exc: object) -> None:
-        _local.place = None
+        _local.stream_and_device = None
 
 
 def draws(module: fx.GraphModule) -> bool:
@@ -100,10 +100,10 @@ def _is_random(node: fx.Node, module: fx.GraphModule) -> bool:
 
 def _from_stream(operation: Callable[..., Any]) -> Callable[..., Any]:
     def from_stream(*args: Any, **kwargs: Any) -> Any:
-        place = getattr(_local, "place", None)
-        if place is None:
+        stream_and_device = getattr(_local, "place", None)
+        if stream_and_device is None:
             return operation(*args, **kwargs)
-        stream, device = place
+        stream, device = stream_and_device
         with stream.lock, _lock(device):
             before = state_of(device)
             set_state(device, stream.state)

@@ -70,7 +70,7 @@ def compile_stages(
 
 def computed_inputs(module: StageModule) -> list[int]:
     """Positions of the inputs that other stage modules compute."""
-    return [place for place, node in enumerate(module.inputs) if node.op != "placeholder"]
+    return [position for position, node in enumerate(module.inputs) if node.op != "placeholder"]
 
 
 def compile_stage(

@@ -50,7 +50,7 @@ class _Call:
     graph: NotedGraph
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    brought: int
+    new_input_bytes: int
     token: weakref.ref[Any] | None = None
     returned: bool = False
     """Whether only outputs are held, so that the token is one of them."""
@@ -87,10 +87,10 @@ class StepCalls:
 
     def forward(self, run: Boxed, graph: NotedGraph) -> Boxed:
         """Wrap a forward program so that its calls are recorded."""
-        place: int | None = None
+        position: int | None = None
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
-            nonlocal place
+            nonlocal position
             inputs = tuple(map(_storage, arguments))
             with self._lock:
                 self.report()
@@ -104,12 +104,12 @@ class StepCalls:
                     self._calls[number].over = True
                 raise
             outputs = tuple(map(_storage, results[: graph.outputs]))
-            if place is None:
+            if position is None:
                 storages = tuple(map(_storage, results))
                 mine = [i for i, key in enumerate(storages) if key and key not in inputs]
                 kept = [i for i in mine if storages[i] not in outputs]
-                place = next(iter((*kept, *mine)), -1)
-            token = results[place].untyped_storage() if place >= 0 else None
+                position = next(iter((*kept, *mine)), -1)
+            token = results[position].untyped_storage() if position >= 0 else None
             with self._lock:
                 self._ran(number, outputs, token, token is not None and token._cdata in outputs)
             return results
@@ -148,16 +148,16 @@ class StepCalls:
         if len(self._calls) == _MOST or not (graph.training or self._calls):
             return None
         number = len(self._calls)
-        brought = 0
+        new_input_bytes = 0
         if number:
             known = {storage for call in self._calls for storage in (*call.inputs, *call.outputs)}
             sizes = {
                 key: min(value.untyped_storage().nbytes(), value.nbytes)
-                for place, (key, value) in enumerate(zip(inputs, arguments, strict=True))
-                if key and key not in known and place not in graph.parameters
+                for position, (key, value) in enumerate(zip(inputs, arguments, strict=True))
+                if key and key not in known and position not in graph.parameters
             }
-            brought = sum(sizes.values())
-        self._calls.append(_Call(graph=graph, inputs=inputs, outputs=(), brought=brought))
+            new_input_bytes = sum(sizes.values())
+        self._calls.append(_Call(graph=graph, inputs=inputs, outputs=(), new_input_bytes=new_input_bytes))
         self._events.append((NotedEvent.FORWARD, number))
         return number
 
@@ -238,7 +238,9 @@ def _noted(calls: Sequence[_Call]) -> list[NotedCall]:
     noted = []
     for number, call in enumerate(calls):
         later = set().union(*read[number + 1 :])
-        differentiated = [call.outputs[place] for place in call.graph.differentiated if place < len(call.outputs)]
+        differentiated = [
+            call.outputs[position] for position in call.graph.differentiated if position < len(call.outputs)
+        ]
         consumed = bool(differentiated) and later.issuperset(differentiated)
         graph = call.graph
         noted.append(
@@ -246,7 +248,7 @@ def _noted(calls: Sequence[_Call]) -> list[NotedCall]:
                 graph=graph.name,
                 inputs=call.inputs,
                 outputs=call.outputs,
-                brought=call.brought,
+                new_input_bytes=call.new_input_bytes,
                 consumed=consumed,
                 footprint=graph.footprint,
             )

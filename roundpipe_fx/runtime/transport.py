@@ -19,8 +19,8 @@ from roundpipe_fx.schedules import StageAction
 class Transport(Protocol):
     """Interface of a run's transport. ``device`` is the number of the worker that calls."""
 
-    def before(self, device: int, place: int) -> None:
-        """Called before the instruction at ``place``, and after the last one.
+    def before(self, device: int, position: int) -> None:
+        """Called before the instruction at ``position``, and after the last one.
 
         Raises:
             Stopped: the run has failed elsewhere.
@@ -39,8 +39,8 @@ class Transport(Protocol):
     def send(self, device: int, instruction: Instruction, messages: list[Any]) -> None:
         """Send messages. The list is emptied: a reference would keep values alive after their last reader."""
 
-    def accumulated(self, device: int, place: int, sums: GradientAccumulator) -> None:
-        """Called after the instruction at ``place``: gradients that are complete may be removed until the end."""
+    def accumulated(self, device: int, position: int, sums: GradientAccumulator) -> None:
+        """Called after the instruction at ``position``: gradients that are complete may be removed until the end."""
 
     def stop(self) -> None:
         """Make workers that wait, now or later, raise ``Stopped``."""

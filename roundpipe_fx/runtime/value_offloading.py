@@ -55,18 +55,18 @@ def offload_steps_of(
     steps_of_devices: list[Mapping[int, OffloadSteps]] = []
     for device, of_device in enumerate(instructions):
         present = {str(instruction.action) for instruction in of_device}
-        places = [0, *accumulate(int(str(action) in present) for action in schedule.actions(device))]
-        of_place: dict[int, dict[str, list[Offload]]] = {}
+        positions = [0, *accumulate(int(str(action) in present) for action in schedule.actions(device))]
+        at_position: dict[int, dict[str, list[Offload]]] = {}
         turn = backward_start(schedule.orders[device], schedule)
         for offload in offloads:
             if offload.device == device:
                 for name in _in_run(offload, turn, kinds):
-                    place = places[getattr(offload, name)]
-                    of_place.setdefault(place, {}).setdefault(name, []).append(offload)
+                    position = positions[getattr(offload, name)]
+                    at_position.setdefault(position, {}).setdefault(name, []).append(offload)
         steps_of_devices.append(
             {
-                place: OffloadSteps(**{name: tuple(of) for name, of in steps.items()})
-                for place, steps in of_place.items()
+                position: OffloadSteps(**{name: tuple(of) for name, of in steps.items()})
+                for position, steps in at_position.items()
             }
         )
     return steps_of_devices
@@ -90,7 +90,7 @@ def _in_run(offload: Offload, turn: int, kinds: Collection[ActionKind] | None) -
 
 
 @dataclass(slots=True)
-class Away:
+class OffloadState:
     """A value that is on its way to the host, there, or on its way back.
 
     Attributes:
@@ -113,7 +113,7 @@ class ValueOffloading:
         steps: what happens before which instruction.
         values: the worker's values: for each microbatch, by number.
         device_streams: of the worker.
-        away: what an earlier run has left on the host, by microbatch and number; emptied as it comes back.
+        offloaded: what an earlier run has left on the host, by microbatch and number; emptied as it comes back.
     """
 
     def __init__(
@@ -121,66 +121,66 @@ class ValueOffloading:
         steps: Mapping[int, OffloadSteps],
         values: Sequence[dict[int, Any]],
         device_streams: DeviceStreams,
-        away: dict[tuple[int, int], Away],
+        offloaded: dict[tuple[int, int], OffloadState],
     ) -> None:
         self._steps = steps
         self._values = values
         self._device_streams = device_streams
         self._buffers = device_streams.host_buffers
-        self._away = away
+        self._offloaded = offloaded
         self._copied: dict[Offload, Any] = {}
         """By offload, the marker of its latest copies."""
-        sizes = {size for of_place in steps.values() for offload in of_place.leaves for _, size in offload.values}
+        sizes = {size for at_position in steps.values() for offload in at_position.leaves for _, size in offload.values}
         if sizes:
             self._buffers.keep(sizes)
 
-    def leave(self, place: int) -> None:
+    def leave(self, position: int) -> None:
         """Begin to copy what leaves before an instruction; called first."""
-        for offload in self._at(place).leaves:
+        for offload in self._at(position).leaves:
             pairs = []
             for number, size in offload.values:
                 value = self._values[offload.microbatch].pop(number)
                 memory = _memory_of(value)
                 buffer = self._buffers.take(max(size, memory.numel()))
                 layout = value.storage_offset(), value.shape, value.stride(), value.dtype
-                self._away[offload.microbatch, number] = Away(memory, layout, memory.numel(), buffer)
+                self._offloaded[offload.microbatch, number] = OffloadState(memory, layout, memory.numel(), buffer)
                 pairs.append((memory, buffer[: memory.numel()]))
             self._copied[offload] = self._device_streams.copy_values(pairs, to_host=True)
 
-    def reload(self, place: int) -> None:
+    def reload(self, position: int) -> None:
         """Free what has left, and bring back what is needed; called last before an instruction."""
-        steps = self._at(place)
+        steps = self._at(position)
         for offload in steps.freed:
             self._device_streams.wait_for_values(self._copied.pop(offload))
-            for away in self._of(offload):
-                away.value = None
+            for offloaded in self._of(offload):
+                offloaded.value = None
         for offload in steps.reloads:
             pairs = []
-            for away in self._of(offload):
-                away.value = torch.empty(away.size, dtype=torch.uint8, device=self._device_streams.device)
-                pairs.append((away.buffer[: away.size], away.value))
+            for offloaded in self._of(offload):
+                offloaded.value = torch.empty(offloaded.size, dtype=torch.uint8, device=self._device_streams.device)
+                pairs.append((offloaded.buffer[: offloaded.size], offloaded.value))
             self._copied[offload] = self._device_streams.copy_values(pairs, to_host=False)
         for offload in steps.back:
             self._device_streams.wait_for_values(self._copied.pop(offload))
             for number, _ in offload.values:
-                away = self._away.pop((offload.microbatch, number))
-                assert away.value is not None
-                offset, shape, strides, dtype = away.layout
+                offloaded = self._offloaded.pop((offload.microbatch, number))
+                assert offloaded.value is not None
+                offset, shape, strides, dtype = offloaded.layout
                 value = torch.empty(0, dtype=dtype, device=self._device_streams.device)
-                value.set_(away.value.untyped_storage(), offset, shape, strides)
+                value.set_(offloaded.value.untyped_storage(), offset, shape, strides)
                 self._values[offload.microbatch][number] = value
-                self._buffers.give(away.buffer)
+                self._buffers.give(offloaded.buffer)
 
     def leave_behind(self) -> None:
         """Hand what is on the host when a run ends to the one that brings it back, among the other values."""
-        for (batch, number), away in self._away.items():
-            self._values[batch][number] = away
+        for (batch, number), offloaded in self._offloaded.items():
+            self._values[batch][number] = offloaded
 
-    def _at(self, place: int) -> OffloadSteps:
-        return self._steps.get(place, _NOTHING)
+    def _at(self, position: int) -> OffloadSteps:
+        return self._steps.get(position, _NOTHING)
 
-    def _of(self, offload: Offload) -> list[Away]:
-        return [self._away[offload.microbatch, number] for number, _ in offload.values]
+    def _of(self, offload: Offload) -> list[OffloadState]:
+        return [self._offloaded[offload.microbatch, number] for number, _ in offload.values]
 
 
 _NOTHING = OffloadSteps()

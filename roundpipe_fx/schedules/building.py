@@ -90,10 +90,10 @@ def with_recompute(schedule: Schedule, graph: StageGraph) -> Schedule:
     before = np.array([NUMBER[kind] << 20 | stage for stage, kind in first.items()], dtype=np.int32)
     orders = []
     for order in schedule.orders:
-        places = np.flatnonzero(np.isin(order[:, 0] << 20 | order[:, 1], before))
-        added = order[places].copy()
+        positions = np.flatnonzero(np.isin(order[:, 0] << 20 | order[:, 1], before))
+        added = order[positions].copy()
         added[:, 0] = recompute
-        orders.append(np.insert(order, places, added, axis=0))
+        orders.append(np.insert(order, positions, added, axis=0))
     return dataclasses.replace(schedule, orders=tuple(orders))
 
 

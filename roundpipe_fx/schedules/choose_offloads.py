@@ -61,7 +61,7 @@ def offloads_within(
     for offload in must:
         during[offload.device][offload.freed : offload.reloads] -= offload.bytes
     if not rule.in_time:
-        return sorted([*must, *choose_offloads(may, during, rule.limit)], key=_place)
+        return sorted([*must, *choose_offloads(may, during, rule.limit)], key=_order_of_leaving)
     assert costs.host_bandwidth is not None
     chosen = list(must)
     for device, (left, starts, ends) in enumerate(zip(during, timing.starts, timing.ends, strict=True)):
@@ -71,7 +71,7 @@ def offloads_within(
             candidates, [offload for offload in must if offload.device == device], left, rule.limit, link
         )
         chosen += _without_superfluous(covering, left, rule.limit)
-    return sorted(chosen, key=_place)
+    return sorted(chosen, key=_order_of_leaving)
 
 
 def choose_offloads(candidates: Sequence[Offload], action_bytes: Sequence[np.ndarray], limit: int) -> list[Offload]:
@@ -87,24 +87,24 @@ def choose_offloads(candidates: Sequence[Offload], action_bytes: Sequence[np.nda
         left = during.astype(np.int64)
         covering = _cover([tried for tried in candidates if tried.device == device], left, limit)
         chosen += _without_superfluous(covering, left, limit)
-    return sorted(chosen, key=_place)
+    return sorted(chosen, key=_order_of_leaving)
 
 
-def _place(offload: Offload) -> tuple[int, int, int, tuple[tuple[int, int], ...]]:
+def _order_of_leaving(offload: Offload) -> tuple[int, int, int, tuple[tuple[int, int], ...]]:
     return offload.device, offload.leaves, offload.microbatch, offload.values
 
 
 def _cover(candidates: Sequence[Offload], left: np.ndarray, limit: int) -> list[Offload]:
     """Offloads that lower ``left`` to the limit, position by position."""
     waiting = sorted(range(len(candidates)), key=lambda index: candidates[index].freed, reverse=True)
-    away_longest: list[tuple[int, int, int]] = []
+    latest_reload: list[tuple[int, int, int]] = []
     chosen: list[Offload] = []
-    for place in range(len(left)):
-        while waiting and candidates[waiting[-1]].freed <= place:
+    for position in range(len(left)):
+        while waiting and candidates[waiting[-1]].freed <= position:
             index = waiting.pop()
-            heapq.heappush(away_longest, (-candidates[index].reloads, -candidates[index].bytes, index))
-        while left[place] > limit and away_longest and -away_longest[0][0] > place:
-            offload = candidates[heapq.heappop(away_longest)[2]]
+            heapq.heappush(latest_reload, (-candidates[index].reloads, -candidates[index].bytes, index))
+        while left[position] > limit and latest_reload and -latest_reload[0][0] > position:
+            offload = candidates[heapq.heappop(latest_reload)[2]]
             left[offload.freed : offload.reloads] -= offload.bytes
             chosen.append(offload)
     return chosen
@@ -149,8 +149,8 @@ def _cover_in_time(
         link: with no copies yet.
     """
     leaving: list[tuple[int, int, int, Offload]] = []
-    leaving += [(offload.leaves, 0, place, offload) for place, offload in enumerate(must)]
-    leaving += [(offload.leaves, 1, place, offload) for place, offload in enumerate(candidates)]
+    leaving += [(offload.leaves, 0, position, offload) for position, offload in enumerate(must)]
+    leaving += [(offload.leaves, 1, position, offload) for position, offload in enumerate(candidates)]
     leaving.sort(key=lambda item: item[:3], reverse=True)
     late: list[tuple[int, int, int]] = []
     chosen: list[Offload] = []
@@ -160,8 +160,8 @@ def _cover_in_time(
         left[offload.freed : offload.reloads] -= offload.bytes
         chosen.append(offload)
 
-    for place in range(len(left)):
-        while leaving and leaving[-1][0] <= place:
+    for position in range(len(left)):
+        while leaving and leaving[-1][0] <= position:
             _, may_stay, index, offload = leaving.pop()
             if not may_stay:
                 link.send(offload)
@@ -170,11 +170,11 @@ def _cover_in_time(
                     send(offload)
                 else:
                     heapq.heappush(late, (-offload.reloads, -offload.bytes, index))
-        if left[place] > limit:
+        if left[position] > limit:
             not_yet = []
-            while left[place] > limit and late and -late[0][0] > place:
+            while left[position] > limit and late and -late[0][0] > position:
                 item = heapq.heappop(late)
-                if candidates[item[2]].freed <= place:
+                if candidates[item[2]].freed <= position:
                     send(candidates[item[2]])
                 else:
                     not_yet.append(item)
@@ -187,9 +187,9 @@ def _without_superfluous(chosen: Sequence[Offload], left: np.ndarray, limit: int
     """Offloads without those that may stay: no position within the limit leaves it, and none above it rises."""
     needed = []
     for offload in sorted(chosen, key=lambda offload: offload.reloads - offload.freed):
-        away = left[offload.freed : offload.reloads]
-        if (away + offload.bytes <= limit).all():
-            away += offload.bytes
+        during_absence = left[offload.freed : offload.reloads]
+        if (during_absence + offload.bytes <= limit).all():
+            during_absence += offload.bytes
         else:
             needed.append(offload)
     return needed

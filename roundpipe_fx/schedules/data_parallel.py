@@ -50,7 +50,9 @@ class DataParallel:
             one: seconds of a collective, by bytes.
         """
         sizes = [*sizes]
-        return sum(one(sum(sizes[place] for place in places)) for places in reduced_together(sizes, self.sharded))
+        return sum(
+            one(sum(sizes[position] for position in positions)) for positions in reduced_together(sizes, self.sharded)
+        )
 
     def reduce_seconds(self, sizes: Iterable[int]) -> float:
         """Seconds of reducing gradients, of which each replica gets all or, if sharded, its part."""
@@ -74,14 +76,14 @@ def reduced_together(sizes: Sequence[int], sharded: bool) -> list[list[int]]:
     groups: list[list[int]] = []
     current: list[int] = []
     held = 0
-    for place, size in enumerate(sizes):
+    for position, size in enumerate(sizes):
         if size >= small:
-            groups.append([place])
+            groups.append([position])
             continue
         if most is not None and held + size > most:
             groups.append(current)
             current, held = [], 0
-        current.append(place)
+        current.append(position)
         held += size
     return [*groups, current] if current else groups
 
@@ -91,11 +93,11 @@ class Bucket:
     """Gradients that are reduced together.
 
     Attributes:
-        place: position of the action behind which they are reduced.
+        position: position of the action behind which they are reduced.
         sizes: bytes of each, by number of the parameter.
     """
 
-    place: int
+    position: int
     sizes: Mapping[int, int]
 
 
@@ -104,12 +106,12 @@ class Gather:
     """Tensors that are gathered before an action: at the beginning of a residency window.
 
     Attributes:
-        place: position of the action.
+        position: position of the action.
         first: bytes of the parameters that this window waits for: what the first one of a half of a step reads.
         ahead: bytes of those that are gathered for the next window.
     """
 
-    place: int
+    position: int
     first: tuple[int, ...]
     ahead: tuple[int, ...]
 
@@ -125,15 +127,15 @@ def buckets_of(steps: Sequence[StageAction], gradients: _Sizes, late: Collection
     last: dict[int, int] = {}
     stage: dict[int, int] = {}
     sizes: dict[int, int] = {}
-    for place, step in enumerate(steps):
+    for position, step in enumerate(steps):
         for number, size in gradients.get(step, {}).items():
             if number not in late:
-                last[number], sizes[number] = place, size
+                last[number], sizes[number] = position, size
                 stage[number] = min(stage.get(number, step[1]), step[1])
     buckets: list[Bucket] = []
     for of_stage in sorted(set(stage.values()), reverse=True):
         of_bucket = {number: size for number, size in sizes.items() if stage[number] == of_stage}
-        before = buckets[-1].place if buckets else 0
+        before = buckets[-1].position if buckets else 0
         buckets.append(Bucket(max(before, *(last[number] for number in of_bucket)), of_bucket))
     return buckets
 
@@ -165,24 +167,27 @@ class ReplicaLink:
         for table, of_gathers, of_buckets in zip(rows, gathers, buckets, strict=True):
             for gather in of_gathers:
                 parts = gather.first, gather.ahead
-                table[gather.place, :3] = 1, *(parallel.seconds(part, parallel.ring.gather_seconds) for part in parts)
+                table[gather.position, :3] = (
+                    1,
+                    *(parallel.seconds(part, parallel.ring.gather_seconds) for part in parts),
+                )
             for bucket in of_buckets:
-                table[bucket.place + 1, 3] += parallel.reduce_seconds(bucket.sizes.values())
+                table[bucket.position + 1, 3] += parallel.reduce_seconds(bucket.sizes.values())
         self.seconds = [float(table[:, 1:].sum()) for table in rows]
         self._table = np.concatenate([np.zeros((0, 4)), *(table[:-1] for table in rows)])
         self._last = np.array([table[-1, 3] for table in rows])
         self._free, self._gathered, self._reduced = np.zeros((3, len(lengths)))
         """By device, when all collectives that were started will have ended, the gathers, and the reductions."""
 
-    def ready(self, devices: np.ndarray, places: np.ndarray, clock: np.ndarray) -> np.ndarray:
+    def ready(self, devices: np.ndarray, positions: np.ndarray, clock: np.ndarray) -> np.ndarray:
         """Earliest start of actions as far as the replicas are concerned, in seconds.
 
         Args:
             devices: devices of the actions.
-            places: positions of the actions among those of all devices.
+            positions: positions of the actions among those of all devices.
             clock: seconds at which the devices have finished their previous actions.
         """
-        begins, first, ahead, reduced = self._table[places].T
+        begins, first, ahead, reduced = self._table[positions].T
         free, ready = self._free[devices], np.zeros(len(devices))
         if self._waits:  # for the bucket before the one that is started
             ready = np.where(reduced > 0, self._reduced[devices], ready)

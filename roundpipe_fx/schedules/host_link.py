@@ -33,8 +33,8 @@ class WindowCopy:
 
     Attributes:
         device: number of the device.
-        place: position of an action in the order of the device: the window's first one, before which its tensors must
-            be there, or its last one, behind which its gradients leave.
+        position: position of an action in the order of the device: the window's first one, before which its tensors
+            must be there, or its last one, behind which its gradients leave.
         to_host: whether it is of gradients, to the host.
         start: seconds since the beginning of the step.
         end: likewise.
@@ -42,7 +42,7 @@ class WindowCopy:
     """
 
     device: int
-    place: int
+    position: int
     to_host: bool
     start: float
     end: float
@@ -86,7 +86,7 @@ class HostLink:
         for of_device, table in zip(windows, rows, strict=True):
             left = 0
             for window in of_device:
-                table[window.places.start] = [1, window.first, window.brought, left]
+                table[window.positions.start] = [1, window.first, window.prefetched, left]
                 left = sum(window.gradients.values())
         self._table = np.concatenate([np.zeros((0, 4)), *rows])
         self._table[:, 1:] /= bandwidth
@@ -109,21 +109,21 @@ class HostLink:
         self._offsets = np.concatenate([[0], np.cumsum(lengths)]).tolist()
         for number, value in enumerate(offloads):
             for name in ("leaves", "freed", "reloads", "back"):
-                place = self._offsets[value.device] + getattr(value, name)
-                getattr(self._values.setdefault(place, _Copies()), name).append(number)
+                position = self._offsets[value.device] + getattr(value, name)
+                getattr(self._values.setdefault(position, _Copies()), name).append(number)
 
-    def ready(self, devices: np.ndarray, places: np.ndarray, clock: np.ndarray) -> np.ndarray:
+    def ready(self, devices: np.ndarray, positions: np.ndarray, clock: np.ndarray) -> np.ndarray:
         """Earliest start of actions as far as the link is concerned, in seconds.
 
         Args:
             devices: devices of the actions.
-            places: positions of the actions among those of all devices.
+            positions: positions of the actions among those of all devices.
             clock: seconds at which the devices have finished their previous actions.
         """
         if self._values:
-            for device, place, now in zip(devices.tolist(), places.tolist(), clock.tolist(), strict=True):
-                self._leave(device, place, now)
-        begins, first, following, left = self._table[places].T
+            for device, position, now in zip(devices.tolist(), positions.tolist(), clock.tolist(), strict=True):
+                self._leave(device, position, now)
+        begins, first, following, left = self._table[positions].T
         begins = begins > 0
         incoming, outgoing = self._incoming[devices], self._outgoing[devices]
         # One copy at a time in each direction: a copy begins when the one before it has ended and it has been issued.
@@ -135,27 +135,27 @@ class HostLink:
         # The next window's tensors are brought while this one runs.
         incoming = np.where(begins, np.maximum(incoming, clock) + following, incoming)
         outgoing = np.where(begins & (left > 0), np.maximum(outgoing, clock) + left, outgoing)
-        self._ended[places] = np.stack([first_ended, incoming, outgoing], axis=1)
+        self._ended[positions] = np.stack([first_ended, incoming, outgoing], axis=1)
         self._incoming[devices], self._outgoing[devices] = incoming, outgoing
         self._tensors[devices] = np.where(begins, incoming, self._tensors[devices])
         gone = np.where(left > 0, outgoing, 0.0)
         self._gradients[devices] = np.where(begins, gone, self._gradients[devices])
         if self._values:
             now = np.maximum(clock, ready).tolist()
-            moves = zip(devices.tolist(), places.tolist(), now, strict=True)
-            ready = np.array([self._reload(device, place, time) for device, place, time in moves])
+            moves = zip(devices.tolist(), positions.tolist(), now, strict=True)
+            ready = np.array([self._reload(device, position, time) for device, position, time in moves])
         return ready
 
-    def _leave(self, device: int, place: int, now: float) -> None:
+    def _leave(self, device: int, position: int, now: float) -> None:
         """Issue the copies of values that leave before an action."""
-        for number in self._values[place].leaves if place in self._values else ():
+        for number in self._values[position].leaves if position in self._values else ():
             start = max(float(self._outgoing[device]), now)
             self._outgoing[device] = self._copied[number] = start + self._seconds[number]
             self.spans[number][:2] = start, self._copied[number]
 
-    def _reload(self, device: int, place: int, now: float) -> float:
+    def _reload(self, device: int, position: int, now: float) -> float:
         """Wait for values that are freed, issue the copies of those that come back; returns when the action may run."""
-        copies = self._values.get(place)
+        copies = self._values.get(position)
         if copies is None:
             return now
         now = max([now, *(self._copied[number] for number in copies.freed)])
@@ -182,19 +182,21 @@ class HostLink:
         for device, windows in enumerate(self._windows):
             offset = self._offsets[device]
 
-            def copy(place: int, to_host: bool, size: int, end: float, device: int = device) -> Iterator[WindowCopy]:
+            def copy(position: int, to_host: bool, size: int, end: float, device: int = device) -> Iterator[WindowCopy]:
                 if size:
                     start = end - size / self._bandwidth
-                    yield WindowCopy(device=device, place=place, to_host=to_host, start=start, end=end, bytes=size)
+                    yield WindowCopy(
+                        device=device, position=position, to_host=to_host, start=start, end=end, bytes=size
+                    )
 
             for window in windows:
-                ended = float(self._ended[offset + window.places.start, 0])
-                yield from copy(window.places.start, False, window.first, ended)
+                ended = float(self._ended[offset + window.positions.start, 0])
+                yield from copy(window.positions.start, False, window.first, ended)
             for before, window in pairwise(windows):
-                ended = float(self._ended[offset + before.places.start, 1])
-                yield from copy(window.places.start, False, before.brought, ended)
-                gone = float(self._ended[offset + window.places.start, 2])
-                yield from copy(before.places.stop - 1, True, sum(before.gradients.values()), gone)
+                ended = float(self._ended[offset + before.positions.start, 1])
+                yield from copy(window.positions.start, False, before.prefetched, ended)
+                gone = float(self._ended[offset + window.positions.start, 2])
+                yield from copy(before.positions.stop - 1, True, sum(before.gradients.values()), gone)
             if windows:
                 gone = max(float(self._outgoing[device]), float(clock[device])) + float(self._last[device])
-                yield from copy(windows[-1].places.stop - 1, True, sum(windows[-1].gradients.values()), gone)
+                yield from copy(windows[-1].positions.stop - 1, True, sum(windows[-1].gradients.values()), gone)

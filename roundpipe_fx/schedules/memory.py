@@ -23,7 +23,7 @@ gradients until they are reduced to rows (:mod:`roundpipe_fx.schedules.sharding`
 
 Devices may be faster or slower than simulated, so a received value is counted from the earliest action at which it can
 have arrived: only those actions of the receiver that the sender depends on are certain to be over when the value is
-computed (:mod:`roundpipe_fx.schedules.places`). The peak is therefore an upper bound for any timing; on one
+computed (:mod:`roundpipe_fx.schedules.action_positions`). The peak is therefore an upper bound for any timing; on one
 device nothing is received, and it is exact. Schedules of more than a hundred thousand actions are assumed to run as
 simulated.
 """
@@ -36,8 +36,8 @@ from itertools import pairwise
 import numpy as np
 
 from roundpipe_fx.schedules.action import StageAction
+from roundpipe_fx.schedules.action_positions import ActionPositions, vector_clocks
 from roundpipe_fx.schedules.offloads import Offload
-from roundpipe_fx.schedules.places import Places, vector_clocks
 from roundpipe_fx.schedules.residency import ResidencyWindow
 from roundpipe_fx.schedules.sharding import KeptGathered, late_gradients, sharded_changes
 from roundpipe_fx.schedules.step_costs import Held, StepCosts, backward_start, device_orders
@@ -78,7 +78,7 @@ def peaks_of(
     memory = _Memory(schedule, codes, steps, costs, others)
     clocks = None
     if any(variant.held for variant in memory.variants) and len(codes) > 1 and schedule.size <= _MOST_EXACT:
-        clocks = vector_clocks(schedule, codes, waves, reads, memory.places)
+        clocks = vector_clocks(schedule, codes, waves, reads, memory.positions)
 
     def arrival(device: int, at: np.ndarray, other: int) -> np.ndarray:
         """The first position on another device at which results of actions of a device can have arrived."""
@@ -132,7 +132,7 @@ class _Memory:
     ) -> None:
         self._schedule, self._codes, self._steps, self._costs = schedule, codes, steps, costs
         self._number = {step: index for index, step in enumerate(steps)}
-        self.places = Places(schedule, codes)
+        self.positions = ActionPositions(schedule, codes)
         self.variants = list({id(variant): variant for variant in (costs, *others.values())}.values())
         self._variant_of = np.zeros(max(schedule.microbatches, 1), dtype=np.intp)
         """By microbatch, which of the variants it has."""
@@ -142,16 +142,16 @@ class _Memory:
         self._first_peak = self._table(
             lambda variant, step: variant.first_peak_bytes.get(step, variant.peak_bytes.get(step, 0))
         )
-        brought = self._table(lambda variant, step: variant.brought_bytes.get(step, 0))
-        self._brought = [
-            int(brought[self._variant_of[order[:, 2]], codes_of_device].sum())
+        incoming = self._table(lambda variant, step: variant.incoming_gradient_bytes.get(step, 0))
+        self._incoming_gradient_bytes = [
+            int(incoming[self._variant_of[order[:, 2]], codes_of_device].sum())
             for order, codes_of_device in zip(schedule.orders, codes, strict=True)
         ]
         """By device, bytes of incoming gradients."""
         # Entry p is what is added, or freed, before action p: levels are its running sum. What the last action makes is
         # added behind it.
         self._changes = [np.zeros(len(of_device) + 2, dtype=np.int64) for of_device in codes]
-        self._callers = next((device for device in range(len(codes)) if device not in costs.away), -1)
+        self._callers = next((device for device in range(len(codes)) if device not in costs.remote), -1)
         self._outputs = self._of_batches(lambda variant: sum(held.bytes for held in variant.held if held.lasts))
         self._merged = self._outputs
         """Bytes of the outputs once they are put together."""
@@ -184,8 +184,8 @@ class _Memory:
         for which, variant in enumerate(self.variants):
             for held in variant.held:
                 readers = [self._number[reader] for reader in held.readers]
-                reading = {device for reader in readers for device in self.places.devices(reader)}
-                for device, at, batches in self.places.of(self._number[held.maker]):
+                reading = {device for reader in readers for device in self.positions.devices(reader)}
+                for device, at, batches in self.positions.of(self._number[held.maker]):
                     is_of_variant = self._variant_of[batches] == which
                     self._enter_value(
                         held, readers, device, at[is_of_variant], batches[is_of_variant], reading - {device}, arrival
@@ -202,7 +202,7 @@ class _Memory:
         arrival: Callable[[int, np.ndarray, int], np.ndarray],
     ) -> None:
         """A value that a device makes at some positions, for some microbatches, and others read."""
-        until = self.places.last(device, readers, batches)
+        until = self.positions.last(device, readers, batches)
         if held.lasts:
             self._enter_parts(held, device, until)
             until = np.full(len(at), len(self._codes[device]))
@@ -211,7 +211,7 @@ class _Memory:
         # While its maker runs, a value is part of the maker's own peak; it is freed once its last reader has ended.
         self._enter(device, at[here] + 1, until[here] + 1, held.bytes)
         for other in others:
-            until = self.places.last(other, readers, batches)
+            until = self.positions.last(other, readers, batches)
             there = until >= 0
             # It may arrive any time after it was sent, but it is there when it is read.
             arrives = np.minimum(arrival(device, at[there], other), until[there])
@@ -239,7 +239,7 @@ class _Memory:
             for device, change in enumerate(self._changes):
                 for owner, size in by_owner.items():
                     makers = [self._number[step] for step, numbers in makers_of.items() if owner in numbers]
-                    at = self.places.first(device, makers, batches)
+                    at = self.positions.first(device, makers, batches)
                     np.add.at(change, at[at >= 0] + 1, size)
 
     def enter_offloads(self, offloads: Sequence[Offload]) -> None:
@@ -291,13 +291,13 @@ class _Memory:
         codes, change = self._codes[device], self._changes[device]
         variant_at = self._variant_of[self._schedule.orders[device][:, 2]]
         firsts = []
-        for part in [window.places for window in windows] or [range(len(codes))]:
+        for part in [window.positions for window in windows] or [range(len(codes))]:
             present, first = np.unique(codes[part.start : part.stop], return_index=True)
             firsts.append(first + part.start)
             known: set[int] = set()
-            for place, code in sorted(zip(firsts[-1].tolist(), present.tolist(), strict=True)):
-                base = self.variants[variant_at[place]].base_bytes.get(self._steps[code], {})
-                change[place + 1] += sum(size for owner, size in base.items() if owner not in known)
+            for position, code in sorted(zip(firsts[-1].tolist(), present.tolist(), strict=True)):
+                base = self.variants[variant_at[position]].base_bytes.get(self._steps[code], {})
+                change[position + 1] += sum(size for owner, size in base.items() if owner not in known)
                 known |= base.keys()
         return np.concatenate(firsts)
 
@@ -312,7 +312,7 @@ class _Memory:
         turn = backward_start(self._schedule.orders[device], self._schedule)
         outside, is_callers = 0, self._is_callers(device)
         # Outputs of other devices arrive at the caller's, where the loss is computed.
-        if is_callers and (costs.away or half_and_half):
+        if is_callers and (costs.remote or half_and_half):
             change[turn] += self._outputs - self._outputs_made[device]
         if is_callers and half_and_half:
             change[turn] += self._merged - self._outputs
@@ -321,8 +321,8 @@ class _Memory:
             of_loss = self._of_batches(lambda variant: variant.outside_bytes)
             outside = int(np.cumsum(change)[turn]) + max(of_loss, put_together)
             change[turn] += self._of_batches(lambda variant: variant.loss_bytes)
-        brings_all = is_callers and (costs.away or (costs.outputs_everywhere and half_and_half))
-        change[turn] += sum(self._brought) if brings_all else self._brought[device]
+        brings_all = is_callers and (costs.remote or (costs.outputs_everywhere and half_and_half))
+        change[turn] += sum(self._incoming_gradient_bytes) if brings_all else self._incoming_gradient_bytes[device]
         return outside
 
     def _is_callers(self, device: int) -> bool:
@@ -334,7 +334,7 @@ class _Memory:
         orders, costs = self._schedule.orders, self._costs
         if costs.on_host is not None and device == self._callers:
             return _copies(np.concatenate(orders), np.concatenate(self._codes), self._steps, costs)
-        return _copies(orders[device], self._codes[device], self._steps, costs) if device in costs.away else 0
+        return _copies(orders[device], self._codes[device], self._steps, costs) if device in costs.remote else 0
 
     def _at_end(self, device: int, levels: np.ndarray) -> int:
         """Bytes at the end of the step: the caller's device holds all gradients, and concatenates those of inputs, and
@@ -359,7 +359,7 @@ class _Memory:
         put_together = 0  # inputs are concatenated one after another, and their parts freed
         if len(variants) > 1:
             put_together = sum(max(self._of_inputs[which].values(), default=0) for which in variants)
-        if not self._costs.away or self._costs.on_host is not None:
+        if not self._costs.remote or self._costs.on_host is not None:
             return int(levels[len(self._codes[device])]) + arrived + max(put_together, merged)
         gradients = {
             owner: size
@@ -370,7 +370,7 @@ class _Memory:
         of_inputs = sum(sum(self._of_inputs[which].values()) for which in variants)
         together = max(put_together, merged)
         outputs = self._outputs if whole else self._merged
-        return sum(gradients.values()) + of_inputs + together + outputs + sum(self._brought)
+        return sum(gradients.values()) + of_inputs + together + outputs + sum(self._incoming_gradient_bytes)
 
 
 def _by_owner(gradients: Mapping[StageAction, Mapping[int, int]]) -> dict[int, int]:
@@ -398,7 +398,7 @@ def _copies(order: np.ndarray, codes: np.ndarray, steps: Sequence[StageAction], 
 def _add_windows(change: np.ndarray, windows: Sequence[ResidencyWindow]) -> None:
     """Enter the tensors of residency windows; gradients of a window are freed when the next one is over."""
     for window in windows:
-        change[window.places.start] += window.resident
-        change[window.places.stop] -= window.resident
+        change[window.positions.start] += window.resident
+        change[window.positions.stop] -= window.resident
     for window, following in pairwise(windows):
-        change[following.places.stop] -= sum(window.gradients.values())
+        change[following.positions.stop] -= sum(window.gradients.values())

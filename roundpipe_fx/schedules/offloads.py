@@ -84,18 +84,18 @@ def offloads_at_distance(
     for device, order in enumerate(schedule.orders):
         turn = backward_start(order, schedule)
         of_batch: dict[int, dict[tuple[int, int], int]] = {}
-        for place, (kind, stage, batch) in enumerate(order.tolist()):
-            of_batch.setdefault(batch, {})[kind, stage] = place
-        for batch, places in of_batch.items():
+        for position, (kind, stage, batch) in enumerate(order.tolist()):
+            of_batch.setdefault(batch, {})[kind, stage] = position
+        for batch, positions in of_batch.items():
             of_this = others.get(batch, costs)
             for held in of_this.held:
-                maker = places.get((KINDS.index(held.maker[0]), held.maker[1]))
+                maker = positions.get((KINDS.index(held.maker[0]), held.maker[1]))
                 if maker is None or not held.values or held.lasts:
                     continue
                 readers = [(KINDS.index(kind), stage) for kind, stage in held.readers]
-                if schedule.forwards_before_backwards and any(reader not in places for reader in readers):
+                if schedule.forwards_before_backwards and any(reader not in positions for reader in readers):
                     continue
-                uses = sorted({maker, *(places[reader] for reader in readers if reader in places)})
+                uses = sorted({maker, *(positions[reader] for reader in readers if reader in positions)})
                 for last, following in pairwise(uses):
                     most = (following - last - 2) // 2
                     if last < turn <= following:
@@ -104,14 +104,14 @@ def offloads_at_distance(
                     must_leave = wanted and order[last, 0] == _FORWARD != order[following, 0]
                     if most < 0 or (distance > most and not must_leave):
                         continue
-                    beside = min(distance, most)
+                    overlapped = min(distance, most)
                     offload = Offload(
                         device=device,
                         microbatch=batch,
                         values=held.values,
                         leaves=last + 1,
-                        freed=last + 1 + beside,
-                        reloads=following - beside,
+                        freed=last + 1 + overlapped,
+                        reloads=following - overlapped,
                         back=following,
                     )
                     (must if must_leave else may).append(offload)
@@ -138,7 +138,7 @@ def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], taken: Cal
     bytes_of = [0] * len(lengths)
     for (device, size), change in changes.items():
         levels = np.zeros(lengths[device] + 1, dtype=np.int64)
-        for place, count in change.items():
-            levels[place] += count
+        for position, count in change.items():
+            levels[position] += count
         bytes_of[device] += int(np.cumsum(levels).max()) * taken(size)
     return bytes_of

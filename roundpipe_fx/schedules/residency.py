@@ -45,17 +45,17 @@ class ResidencyWindow:
     """A residency window, in bytes.
 
     Attributes:
-        places: positions of its actions.
+        positions: positions of its actions.
         resident: bytes of the tensors on the device during it.
         first: bytes that are copied before it begins: what the first window reads.
-        brought: bytes that are copied to the device during it, for the next window.
+        prefetched: bytes that are copied to the device during it, for the next window.
         gradients: bytes of the gradients that it accumulates, by number of the parameter.
     """
 
-    places: range
+    positions: range
     resident: int
     first: int
-    brought: int
+    prefetched: int
     gradients: Mapping[int, int]
 
 
@@ -77,13 +77,13 @@ def residency_windows(
     """
     windows: list[ResidencyWindow] = []
     for start, end in ((0, turn), (turn, len(stages))):
-        places = [range(ahead.start + start, ahead.stop + start) for ahead in window_ranges(stages[start:end])]
-        steps = [np.unique(codes[window.start : window.stop]).tolist() for window in places]
+        positions = [range(ahead.start + start, ahead.stop + start) for ahead in window_ranges(stages[start:end])]
+        steps = [np.unique(codes[window.start : window.stop]).tolist() for window in positions]
         sizes = {number: size for of_window in steps for code in of_window for number, size in reads[code].items()}
         needed = [{number for code in of_window for number in reads[code]} for of_window in steps]
         before: set[int] = set()
-        for window, codes_of, there in zip(places, steps, resident(needed), strict=True):
-            first = needed[0] if window is places[0] else set()
+        for window, codes_of, there in zip(positions, steps, resident(needed), strict=True):
+            first = needed[0] if window is positions[0] else set()
             left = {owner: size for code in codes_of for owner, size in gradients[code].items()}
             size = [sum(sizes[number] for number in part) for part in (there, first, there - before - first)]
             windows.append(ResidencyWindow(window, size[0], size[1], size[2], left))

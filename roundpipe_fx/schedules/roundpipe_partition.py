@@ -77,8 +77,8 @@ def balance_roundpipe_stages(
     )
     # Estimates leave out that workers wait, so the most promising partitions are dispatched for real.
     best = min(
-        (dispatch(devices, slot_seconds(tried, forward, backward, recomputing), microbatches).makespan, place)
-        for place, tried in enumerate(_promising([tried for *_, tried in hopeful], microbatches))
+        (dispatch(devices, slot_seconds(tried, forward, backward, recomputing), microbatches).makespan, position)
+        for position, tried in enumerate(_promising([tried for *_, tried in hopeful], microbatches))
     )
     return hopeful[best[1]][-1]
 

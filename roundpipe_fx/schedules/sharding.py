@@ -85,10 +85,10 @@ def _windows(order: DeviceOrder, costs: ShardedCosts) -> Iterator[list[tuple[ran
     """For each half of a step, its residency windows: positions, parameters that are read, and those that are there."""
     stages = np.array([stage for _, stage in order.steps], dtype=np.int64)
     for start, end in ((0, order.turn), (order.turn, len(stages))):
-        places = [range(part.start + start, part.stop + start) for part in window_ranges(stages[start:end])]
-        steps = [{order.steps[place] for place in window} for window in places]
+        positions = [range(part.start + start, part.stop + start) for part in window_ranges(stages[start:end])]
+        steps = [{order.steps[position] for position in window} for window in positions]
         reads = [{number for step in of_window for number in costs.reads.get(step, ())} for of_window in steps]
-        yield list(zip(places, reads, resident(reads), strict=True))
+        yield list(zip(positions, reads, resident(reads), strict=True))
 
 
 def gaps_of(order: DeviceOrder, costs: ShardedCosts) -> list[KeptGathered]:
@@ -96,15 +96,15 @@ def gaps_of(order: DeviceOrder, costs: ShardedCosts) -> list[KeptGathered]:
     numbers_of_gap: dict[tuple[int, int, int], list[int]] = {}
     for windows in _windows(order, costs):
         left: dict[int, int] = {}
-        for index, (places, reads, there) in enumerate(windows):
+        for index, (positions, reads, there) in enumerate(windows):
             # What is prefetched for the next window is there one window before it is read.
             for number in sorted(there):
-                dropped = left.get(number, places.start)
-                if dropped < places.start:
-                    reader = places if number in reads else windows[index + 1][0]
+                dropped = left.get(number, positions.start)
+                if dropped < positions.start:
+                    reader = positions if number in reads else windows[index + 1][0]
                     stage = order.steps[reader.start][1]
-                    numbers_of_gap.setdefault((dropped, places.start, stage), []).append(number)
-                left[number] = places.stop
+                    numbers_of_gap.setdefault((dropped, positions.start, stage), []).append(number)
+                left[number] = positions.stop
     return [
         KeptGathered(
             device=order.device,
@@ -152,13 +152,13 @@ def gathers_of(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptGathe
     for windows in _windows(order, costs):
         before: set[int] = set()
         staying: list[KeptGathered] = []
-        for index, (places, reads, there) in enumerate(windows):
-            staying = [gap for gap in (*staying, *dropped.get(places.start, ())) if gap.regathered > places.start]
+        for index, (positions, reads, there) in enumerate(windows):
+            staying = [gap for gap in (*staying, *dropped.get(positions.start, ())) if gap.regathered > positions.start]
             there = there | {number for gap in staying for number in gap.parameters}
             first = set() if index else reads
             parts = (sorted(first), sorted(there - before - first))
             gathers.append(
-                Gather(places.start, *(tuple(costs.whole_bytes[number] for number in part) for part in parts))
+                Gather(positions.start, *(tuple(costs.whole_bytes[number] for number in part) for part in parts))
             )
             before = there
     return gathers
@@ -194,10 +194,10 @@ def sharded_changes(
     """
     change = np.zeros(len(order.steps) + 2, dtype=np.int64)
     for windows in _windows(order, costs):
-        for places, _, there in windows:
+        for positions, _, there in windows:
             size = sum(costs.whole_bytes[number] for number in there)
-            change[places.start] += size
-            change[places.stop] -= size
+            change[positions.start] += size
+            change[positions.stop] -= size
     for gap in kept:
         change[gap.dropped] += gap.bytes
         change[gap.regathered] -= gap.bytes
@@ -208,9 +208,9 @@ def sharded_changes(
     buckets = buckets_of(order.steps, shared, late)
     for index, bucket in enumerate(buckets):
         whole = sum(costs.whole_bytes[number] for number in bucket.sizes)
-        change[bucket.place + 1] += whole - sum(bucket.sizes.values()) + whole // costs.replicas
+        change[bucket.position + 1] += whole - sum(bucket.sizes.values()) + whole // costs.replicas
         if index + 1 < len(buckets):  # the last one is waited for at the end
-            change[buckets[index + 1].place + 1] -= whole
+            change[buckets[index + 1].position + 1] -= whole
     return change
 
 

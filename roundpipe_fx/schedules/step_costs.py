@@ -53,8 +53,8 @@ class StepCosts:
             by stage action and by number of the parameter. Stage actions on one device share a parameter's gradient.
         input_gradient_bytes: bytes of gradients of inputs that each microbatch has for itself, by stage action and by
             number of the input. At the end of the step those of all microbatches are concatenated on the first device.
-        brought_bytes: bytes of incoming gradients, by the stage action that reads them. They are allocated from the
-            beginning or, where all forwards run before all backwards, from the first backward on.
+        incoming_gradient_bytes: bytes of incoming gradients, by the stage action that reads them. They are allocated
+            from the beginning or, where all forwards run before all backwards, from the first backward on.
         merged_bytes: bytes that outputs which are put together of several microbatches take beyond those of their
             parts, since these are expanded, or views of each other or of inputs.
         outside_bytes: bytes that a loss outside the model needs on the first device, between all forwards and all
@@ -63,8 +63,8 @@ class StepCosts:
         copied_bytes: bytes of the caller's tensors that a stage action reads, by stage action and by number of the
             tensor.
         parameters: numbers of the tensors that are shared by all microbatches.
-        away: devices other than the caller's. They hold copies of its tensors, assumed to be there for the whole step,
-            and return gradients at the end.
+        remote: devices other than the caller's. They hold copies of its tensors, assumed to be there for the whole
+            step, and return gradients at the end.
         on_host: numbers of the tensors that stay on the host: devices hold copies of them, and their gradients, during
             residency windows (:mod:`roundpipe_fx.schedules.residency`). The caller's other tensors are on its device.
             ``None``: the model is not offloaded.
@@ -88,13 +88,13 @@ class StepCosts:
     first_peak_bytes: Mapping[StageAction, int] = field(default_factory=dict)
     base_bytes: Mapping[StageAction, Mapping[int, int]] = field(default_factory=dict)
     input_gradient_bytes: Mapping[StageAction, Mapping[int, int]] = field(default_factory=dict)
-    brought_bytes: Mapping[StageAction, int] = field(default_factory=dict)
+    incoming_gradient_bytes: Mapping[StageAction, int] = field(default_factory=dict)
     merged_bytes: int = 0
     outside_bytes: int = 0
     loss_bytes: int = 0
     copied_bytes: Mapping[StageAction, Mapping[int, int]] = field(default_factory=dict)
     parameters: frozenset[int] = frozenset()
-    away: frozenset[int] = frozenset()
+    remote: frozenset[int] = frozenset()
     on_host: frozenset[int] | None = None
     host_bandwidth: float | None = None
     wanted_on_host: frozenset[int] = frozenset()

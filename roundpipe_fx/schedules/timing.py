@@ -53,7 +53,7 @@ class Timing:
         ends: for each device, the seconds at which its actions end.
         peak_bytes: peak bytes of each device.
         action_bytes: for each device, the bytes allocated there at most during each of its actions.
-        brought_bytes: bytes of an offloaded model that are copied to the devices.
+        host_to_device_bytes: bytes of an offloaded model that are copied to the devices.
         left: the seconds at which the last copy to the host has ended, if there are any; with replicas, at which the
             last gradient has been reduced.
         offloads: values that are on the host for a while.
@@ -71,7 +71,7 @@ class Timing:
     ends: tuple[np.ndarray, ...] = field(repr=False)
     peak_bytes: tuple[int, ...]
     action_bytes: tuple[np.ndarray, ...] = field(repr=False)
-    brought_bytes: int = 0
+    host_to_device_bytes: int = 0
     left: float | None = None
     offloads: tuple[Offload, ...] = ()
     offload_spans: tuple[tuple[float, ...], ...] = field(repr=False, default=())
@@ -164,11 +164,11 @@ def simulate_time(
         timing = dataclasses.replace(timing, collective_seconds=tuple(replicas.seconds))
     if link is None:
         return timing
-    brought = sum(window.first + window.brought for of_device in windows for window in of_device)
+    prefetched = sum(window.first + window.prefetched for of_device in windows for window in of_device)
     returned = tuple(size for of_device in windows for window in of_device for size in window.gradients.values())
     return dataclasses.replace(
         timing,
-        brought_bytes=brought,
+        host_to_device_bytes=prefetched,
         offloads=tuple(offloads),
         offload_spans=tuple(map(tuple, link.spans)),
         window_copies=tuple(link.window_copies(clock)),
@@ -195,9 +195,9 @@ def _as_arrays(
     reads = np.full((len(steps), max(width, 1)), -1, dtype=np.int32)
     travel = np.zeros(reads.shape)
     for step, sources in graph.reads.items():
-        for place, source in enumerate(sources):
-            reads[number[step], place] = number[source]
-            travel[number[step], place] = costs.transfer_seconds.get((source, step), 0.0)
+        for position, source in enumerate(sources):
+            reads[number[step], position] = number[source]
+            travel[number[step], position] = costs.transfer_seconds.get((source, step), 0.0)
     carried = np.full((len(steps), max(map(len, graph.carried.values()), default=0)), -1, dtype=np.int32)
     for step, sources in graph.carried.items():
         carried[number[step], : len(sources)] = [number[source] for source in sources]
@@ -222,12 +222,12 @@ def _travel(
     assert network is not None
     device_of = {code: device for device, of_device in enumerate(codes) for code in np.unique(of_device).tolist()}
     travel = np.zeros(reads.shape)
-    for step, place in np.argwhere(reads >= 0).tolist():
-        source = int(reads[step, place])
+    for step, position in np.argwhere(reads >= 0).tolist():
+        source = int(reads[step, position])
         if step in device_of and source in device_of:
             devices = device_of[source], device_of[step]
             leaves = network.leaves(*devices, len(codes), replicas.ring.ranks if replicas is not None else 1)
-            travel[step, place] = network.send_seconds(costs.sent_bytes.get((steps[source], steps[step]), 0), leaves)
+            travel[step, position] = network.send_seconds(costs.sent_bytes.get((steps[source], steps[step]), 0), leaves)
     return travel
 
 
@@ -264,8 +264,8 @@ def _run(
     devices = np.flatnonzero(lengths > 0)
     travels = bool(travel.any())
     while len(devices):
-        place = offsets[devices] + at[devices]
-        codes_now, batch = flat[place], microbatch[place]
+        position = offsets[devices] + at[devices]
+        codes_now, batch = flat[position], microbatch[position]
         sources = reads[codes_now]
         arrival = end_of[sources, batch[:, None]]
         if travels:
@@ -278,14 +278,14 @@ def _run(
         ready = ~np.isnan(latest)
         if not ready.any():
             raise _deadlock(schedule, devices, at, end_of, reads, carried, codes_now, batch, names)
-        runs, place, codes_now, batch = devices[ready], place[ready], codes_now[ready], batch[ready]
+        runs, position, codes_now, batch = devices[ready], position[ready], codes_now[ready], batch[ready]
         start = np.maximum(clock[runs], latest[ready])
         for link in links:
-            start = np.maximum(start, link.ready(runs, place, clock[runs]))
+            start = np.maximum(start, link.ready(runs, position, clock[runs]))
         end = start + seconds[codes_now]
         clock[runs] = end
-        ends[place] = end
-        waves[place] = wave
+        ends[position] = end
+        waves[position] = wave
         wave += 1
         end_of[codes_now, batch] = end
         if travels:

@@ -44,7 +44,7 @@ def v_shaped(
     for device in range(devices):
         parts = [np.tile(_parsed(text), (count, 1)) for count, text in phases(device, devices, enough)]
         work = _numbered(np.concatenate(parts))
-        runs = [run_of(place, 2 * devices, stages) for place in (device, 2 * devices - 1 - device)]
+        runs = [run_of(position, 2 * devices, stages) for position in (device, 2 * devices - 1 - device)]
         orders.append(_by_stages(work[work[:, 2] < microbatches], runs))
     return Schedule(name, tuple(orders))
 
@@ -61,8 +61,8 @@ def _numbered(work: np.ndarray) -> np.ndarray:
     numbered = np.concatenate([work, batches], axis=1)
     for kind in (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT):
         for way in (0, 1):
-            places = np.flatnonzero((work[:, 0] == NUMBER[kind]) & (work[:, 1] == way))
-            numbered[places, 2] = np.arange(len(places))
+            positions = np.flatnonzero((work[:, 0] == NUMBER[kind]) & (work[:, 1] == way))
+            numbered[positions, 2] = np.arange(len(positions))
     numbered[work[:, 0] == _WEIGHT, 1:] = numbered[work[:, 0] == NUMBER[ActionKind.BACKWARD_INPUT], 1:]
     return numbered
 

@@ -73,8 +73,8 @@ def _check(
     if len(twice):
         again = Action(kind, stage, int(twice[0]))
         devices = sorted({device, *(int(where[b]) for b in twice[:1] if where[b] >= 0)})
-        places = "twice on device" if len(devices) == 1 else "on devices"
-        raise InvalidScheduleError(f"{again} occurs more than once: {places} {', '.join(map(str, devices))}.")
+        devices_text = "twice on device" if len(devices) == 1 else "on devices"
+        raise InvalidScheduleError(f"{again} occurs more than once: {devices_text} {', '.join(map(str, devices))}.")
     if kind is ActionKind.FORWARD and (np.diff(batches) < 0).any():
         late = int(batches[1:][np.diff(batches) < 0][0])
         raise InvalidScheduleError(

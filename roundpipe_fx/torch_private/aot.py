@@ -102,10 +102,12 @@ def has_bases_of_inputs(graph: fx.GraphModule) -> bool:
 
 def input_mutations(graph: fx.GraphModule) -> dict[int, int]:
     """Numbers of inputs that AOTAutograd's epilogue updates in place, by number of the output that it copies."""
-    places = {node.meta.get("desc"): place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    positions = {
+        node.meta.get("desc"): position for position, node in enumerate(graph.graph.find_nodes(op="placeholder"))
+    }
     return {
-        place: places[description.mutated_input]
-        for place, description in enumerate(graph.graph.output_node().meta.get("desc") or [])
+        position: positions[description.mutated_input]
+        for position, description in enumerate(graph.graph.output_node().meta.get("desc") or [])
         if isinstance(description, InputMutationAOTOutput)
     }
 
@@ -117,8 +119,8 @@ def returned_outputs(graph: fx.GraphModule, num_forward_outputs: int) -> list[in
     A graph without AOTAutograd's descriptions returns all.
     """
     descriptions = graph.graph.output_node().meta.get("desc")
-    places = range(num_forward_outputs)
-    return [place for place in places if descriptions is None or _is_returned(descriptions[place])]
+    positions = range(num_forward_outputs)
+    return [position for position in positions if descriptions is None or _is_returned(descriptions[position])]
 
 
 def _is_returned(description: Any) -> bool:
@@ -130,9 +132,11 @@ def _is_returned(description: Any) -> bool:
 
 def differentiated_outputs(joint: fx.GraphModule) -> list[int]:
     """For each incoming gradient of a joint graph, the number of the forward output that it is the gradient of."""
-    places = {description: place for place, description in enumerate(joint.graph.output_node().meta.get("desc") or [])}
+    positions = {
+        description: position for position, description in enumerate(joint.graph.output_node().meta.get("desc") or [])
+    }
     descriptions = [node.meta.get("desc") for node in joint.graph.find_nodes(op="placeholder")]
-    return [places[d.output] for d in descriptions if isinstance(d, TangentAOTInput)]
+    return [positions[d.output] for d in descriptions if isinstance(d, TangentAOTInput)]
 
 
 def gradient_inputs(joint: fx.GraphModule, num_forward_outputs: int) -> list[int | None]:
@@ -147,9 +151,9 @@ def gradient_inputs(joint: fx.GraphModule, num_forward_outputs: int) -> list[int
     if descriptions is None:
         return list(range(len(gradients)))
     inputs = enumerate(joint.graph.find_nodes(op="placeholder"))
-    places = {node.meta["desc"]: place for place, node in inputs if "desc" in node.meta}
+    positions = {node.meta["desc"]: position for position, node in inputs if "desc" in node.meta}
     return [
-        None if gradient is None else places.get(_differentiated_input(description))
+        None if gradient is None else positions.get(_differentiated_input(description))
         for gradient, description in zip(gradients, descriptions[num_forward_outputs:], strict=False)
     ]
 

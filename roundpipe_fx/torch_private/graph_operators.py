@@ -43,7 +43,7 @@ def draws_on_own_device(draw: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        operator = next(place for place, value in enumerate(args) if not isinstance(value, torch.Tensor))
+        operator = next(position for position, value in enumerate(args) if not isinstance(value, torch.Tensor))
         tensors = (value for value in args[operator + 1 :] if isinstance(value, torch.Tensor))
         device = torch.device(kwargs.get("device") or next((value.device for value in tensors), "cpu"))
         with torch.accelerator.device_index(None if device.type == "cpu" else device.index):

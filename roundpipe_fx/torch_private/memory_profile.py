@@ -231,8 +231,8 @@ def wrap_compiled_calls(around: Callable[[Callable[[], Any], Sequence[Any]], Any
     return undo
 
 
-def _counts(values: Sequence[Any], place: int) -> tuple[int, int, int]:
-    value = values[place]
+def _counts(values: Sequence[Any], position: int) -> tuple[int, int, int]:
+    value = values[position]
     storage = value.untyped_storage()
     return sys.getrefcount(value), value._use_count(), torch._C._storage_Use_Count(storage._cdata)
 
@@ -241,11 +241,11 @@ _ALONE = _counts([torch.empty(0)], 0)
 """Counted in the same way, for a tensor that nothing but its list refers to."""
 
 
-def is_sole_reference(values: list[Any], place: int) -> bool:
+def is_sole_reference(values: list[Any], position: int) -> bool:
     """Test for a tensor in a list that nothing else refers to, nor to its memory.
 
     Args:
         values: the list; no name may refer to the tensor. Views, and tensors that autograd has saved, count.
-        place: position of the tensor.
+        position: position of the tensor.
     """
-    return _counts(values, place) == _ALONE
+    return _counts(values, position) == _ALONE

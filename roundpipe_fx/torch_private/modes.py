@@ -180,14 +180,14 @@ def without_class(run: Callable[..., Any], examples: Sequence[Any]) -> Callable[
         run: called by Dynamo.
         examples: the inputs for which it was compiled.
     """
-    plain = [place for place, value in enumerate(examples) if _is_of_plain_subclass(value)]
+    plain = [position for position, value in enumerate(examples) if _is_of_plain_subclass(value)]
     if not plain:
         return run
 
     def run_on_tensors(*arguments: Any) -> Any:
         tensors = list(arguments)
-        for place in plain:
-            tensors[place] = tensors[place].as_subclass(torch.Tensor)
+        for position in plain:
+            tensors[position] = tensors[position].as_subclass(torch.Tensor)
         return run(*tensors)
 
     return run_on_tensors

@@ -105,10 +105,10 @@ def planned_sizes(nodes: Sequence[Any], graph: fx.Graph) -> dict[int, int]:
     tensors = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
     symbolic = [size for value in tensors for size in value.shape if isinstance(size, torch.SymInt)]
     of_sizes = {symbol for size in symbolic for symbol in size.node.expr.free_symbols}
-    inputs = {place: node.meta.get("val") for place, node in enumerate(nodes)}
+    inputs = {position: node.meta.get("val") for position, node in enumerate(nodes)}
     return {
-        place: size_hint(value)
-        for place, value in inputs.items()
+        position: size_hint(value)
+        for position, value in inputs.items()
         if isinstance(value, torch.SymInt) and not of_sizes.isdisjoint(value.node.expr.free_symbols)
     }
 

@@ -78,7 +78,7 @@ def install_retries(active: Callable[[], bool]) -> None:
                 if isinstance(again, (Unsupported, UserError)):
                     soft = soft or again
                 continue
-            _retried.add(_place(frame.f_code))
+            _retried.add(_location(frame.f_code))
             return made
         if soft is not None and not isinstance(failure, (Unsupported, UserError)):
             raise soft from failure  # the frame runs eagerly, unless it must be one graph
@@ -102,7 +102,7 @@ def is_graph_break(error: BaseException) -> bool:
     return isinstance(error, (Unsupported, UserError)) or _wants_data(error)
 
 
-def _place(code: CodeType) -> tuple[str, int]:
+def _location(code: CodeType) -> tuple[str, int]:
     return code.co_filename, code.co_firstlineno
 
 

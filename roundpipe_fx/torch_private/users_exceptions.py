@@ -115,11 +115,11 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 def _is_of_user(error: BaseException) -> bool:
     """Return whether an exception was raised by code outside of PyTorch."""
-    place = error.__traceback__
-    assert place is not None
-    while place.tb_next is not None:
-        place = place.tb_next
-    return not Path(place.tb_frame.f_code.co_filename).is_relative_to(_TORCH)
+    traceback = error.__traceback__
+    assert traceback is not None
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return not Path(traceback.tb_frame.f_code.co_filename).is_relative_to(_TORCH)
 
 
 _TORCH = Path(torch.__file__).parent

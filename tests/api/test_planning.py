@@ -129,7 +129,7 @@ def test_a_model_that_stays_on_the_cpu_has_the_current_stage_on_the_device() -> 
     given = {"input_ids": tokens, "labels": tokens, "device": "RTX 4090", "num_microbatches": 4, "memory_budget": 0.0}
     offloaded, there = roundpipe_fx.plan(model, offloaded=True, **given), roundpipe_fx.plan(model, **given)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    assert offloaded.pipeline.brought_bytes > weights and not there.pipeline.brought_bytes
+    assert offloaded.pipeline.host_to_device_bytes > weights and not there.pipeline.host_to_device_bytes
     # With a model on the device its parameters come on top of what a step allocates, gradients included.
     assert offloaded.pipeline.peak_bytes[0] < 0.7 * (there.pipeline.peak_bytes[0] + weights)
     assert offloaded.pipeline.peak_bytes[0] <= offloaded.budget
@@ -168,7 +168,7 @@ def test_an_offloaded_model_on_several_devices_is_dispatched_by_roundpipe() -> N
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     plan = roundpipe_fx.plan(model, torch.empty(8, 64), device="RTX 4090", devices=2, offloaded=True)
     assert (plan.pipeline.schedule, plan.pipeline.microbatches) == ("roundpipe", 4)
-    assert len(plan.pipeline.peak_bytes) == 2 and plan.pipeline.brought_bytes > 0
+    assert len(plan.pipeline.peak_bytes) == 2 and plan.pipeline.host_to_device_bytes > 0
 
 
 @pytest.mark.parametrize("devices", [0, True, ["cuda:0"]])

@@ -84,7 +84,7 @@ def test_a_bucket_is_put_together_in_tensors_of_one_type_and_of_some_megabytes()
 
     def found(sharded: set[int]) -> list[tuple[int, list[int], bool]]:
         reductions = reductions_of(buckets, by_key, sharded)
-        return [(one.place, [keys.index(key) for key in one.keys], one.waits) for one in reductions]
+        return [(one.position, [keys.index(key) for key in one.keys], one.waits) for one in reductions]
 
     assert found(set()) == [(3, [0], False), (7, [2], False), (7, [1, 3, 4, 6], False), (7, [5], False)]
     # Sharded ones travel alone but for small ones, and each bucket waits for the one before.
@@ -106,14 +106,14 @@ def test_gradients_are_averaged_in_the_layout_of_their_parameter(together: bool)
     given = [torch.arange(6.0).view(2, 3).t(), torch.tensor(3.0).expand(2), torch.arange(4.0).view(2, 2)]
     expected = [value.clone() for value in given]
     sums = GradientAccumulator()
-    for place, (key, value) in enumerate(zip(keys, given, strict=True)):
-        sums.give(key, value, owned=place != 2)
+    for position, (key, value) in enumerate(zip(keys, given, strict=True)):
+        sums.give(key, value, owned=position != 2)
     parameters[2].grad = torch.ones(2, 2)
     replicas: Any = _Alike()
     run = Averaging(
         replicas=replicas,
         reductions=[
-            GradientReduction(place=4, keys=of_one)
+            GradientReduction(position=4, keys=of_one)
             for of_one in ([tuple(keys)] if together else [(key,) for key in keys])
         ],
         parameters=dict(zip(keys, parameters, strict=True)),
@@ -144,7 +144,7 @@ def test_after_a_failure_what_was_not_started_is_reduced_with_zeros() -> None:
     parameter = nn.Parameter(torch.ones(3))
     replicas: Any = _Alike()
     second = nn.Parameter(torch.ones(2))
-    reductions = [GradientReduction(place=0, keys=(id(value),)) for value in (second, parameter)]
+    reductions = [GradientReduction(position=0, keys=(id(value),)) for value in (second, parameter)]
     keys = {id(value): value for value in (second, parameter)}
     run = Averaging(replicas=replicas, reductions=reductions, parameters=keys)
     sums = GradientAccumulator()

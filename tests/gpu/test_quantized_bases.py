@@ -22,7 +22,7 @@ def test_they_have_the_bits_of_weights_that_are_not(kind: str) -> None:
     expected, _, _ = trained(None, "cuda:0")
     found, plan, _ = trained(kind, "cuda:0")
     assert all(map(torch.equal, found, expected))
-    assert plan.pipeline.brought_bytes > 0
+    assert plan.pipeline.host_to_device_bytes > 0
 
 
 @pytest.mark.parametrize("library", ["torchao", pytest.param("bitsandbytes", marks=pytest.mark.hardware)])

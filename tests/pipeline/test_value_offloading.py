@@ -160,7 +160,7 @@ def test_the_plan_counts_the_host_and_a_host_budget_is_kept_or_refused_before_an
     assert roundpipe_fx.Plan.from_json(plan.to_json()).pipeline == pipeline
     copies = plan.timeline().copies
     assert sum(copy.bytes for copy in copies if copy.what == "values") == 2 * pipeline.sent_bytes
-    assert sum(copy.bytes for copy in copies if copy.what == "weights") == pipeline.brought_bytes
+    assert sum(copy.bytes for copy in copies if copy.what == "weights") == pipeline.host_to_device_bytes
     assert sum(copy.bytes for copy in copies if copy.what == "gradients") == sum(plan.timing.returned_bytes)
     assert all(0 <= copy.start < copy.end <= pipeline.makespan for copy in copies)
     assert all(own.bytes > 0 for own in copies) and {own.to_host for own in copies} == {True, False}

@@ -52,7 +52,7 @@ def test_it_is_the_plans_json_and_needs_nothing_else(plan: roundpipe_fx.Plan, tm
     assert not re.search(r"(?:src|href)=|https?:|@import|url\(", text.partition('id="plans"')[0])
     stored = roundpipe_fx.Plan.from_json(plan.to_json())
     assert stored.write_html(tmp_path / "stored.html").read_text() == text
-    both = _data(plan.write_html(tmp_path / "both.html", beside=stored).read_text())
+    both = _data(plan.write_html(tmp_path / "both.html", compare_with=stored).read_text())
     assert [each["name"] for each in both] == ["this plan", "beside"]
 
 
@@ -385,7 +385,7 @@ def test_pipelines_show_predicted_and_measured_actions(page: Page, tmp_path: Pat
 @needs_browser
 def test_two_plans_side_by_side(plan: roundpipe_fx.Plan, page: Page, tmp_path: Path) -> None:
     other = _tied(0.0)
-    page.open(plan.write_html(tmp_path / "plan.html", beside=other))
+    page.open(plan.write_html(tmp_path / "plan.html", compare_with=other))
     table = page.text("#view-side-by-side table")
     for own in (plan, other):
         assert bytes_text(own.peak_bytes) in table and bytes_text(own.saved_bytes) in table

@@ -57,7 +57,7 @@ def test_copies_are_drawn_and_told_as_the_plan_says(offloaded: roundpipe_fx.Plan
             assert any(first - 1.5 <= column <= max(last, first + 1) + 1.5 for first, last in spans), (to_host, column)
     legend = page.text("#view-pipeline .legend")
     gradients = sum(copy.bytes for copy in copies if copy.what == "gradients")
-    for size in (pipeline.brought_bytes, pipeline.sent_bytes, gradients):
+    for size in (pipeline.host_to_device_bytes, pipeline.sent_bytes, gradients):
         assert bytes_text(size) in legend
     note = page.text("#view-pipeline .note")
     assert f"{pipeline.sent_values} values ({bytes_text(pipeline.sent_bytes)}) leave for the host" in note

@@ -190,7 +190,7 @@ def test_a_screen_with_every_line_of_the_header_and_full_tables() -> None:
         bubble=0.1,
         peak_bytes=(1,) * 20,
         order="",
-        brought_bytes=1,
+        host_to_device_bytes=1,
     )
     tiles = tuple(
         PlannedTiles(name=f"t{i}", module=f"m{i}", type=f"float32[{i}]", bytes=1, rows=8, tiles=2, seconds=1.0)
@@ -219,7 +219,7 @@ def test_a_screen_with_every_line_of_the_header_and_full_tables() -> None:
         gathered_bytes=0,  # of models that are distributed already
         bucket_bytes=0,
         sizes={},  # a plan for a mesh is for the sizes that are given
-        pipeline=dataclasses.replace(pipeline, brought_bytes=0, gathered_bytes=(1,) * 20, mesh=_mesh_of(20, 40)),
+        pipeline=dataclasses.replace(pipeline, host_to_device_bytes=0, gathered_bytes=(1,) * 20, mesh=_mesh_of(20, 40)),
     )
     text = str(divided)
     assert len(text.splitlines()) <= _LINES

@@ -117,6 +117,6 @@ def test_a_device_with_one_stage_has_its_weights_all_the_time() -> None:
         host_bandwidth=100.0,
     )
     timing = simulate_time(one_f_one_b(2, 2, 4), chain(2), costs)
-    assert timing.peak_bytes == (200, 200) and timing.brought_bytes == 200
+    assert timing.peak_bytes == (200, 200) and timing.host_to_device_bytes == 200
     without = simulate_time(one_f_one_b(2, 2, 4), chain(2), StepCosts(seconds=dict.fromkeys(steps, 1.0))).makespan
     assert timing.makespan == without + 2  # weights come before, gradients leave after

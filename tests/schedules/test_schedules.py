@@ -214,7 +214,7 @@ def test_what_stays_and_what_is_brought_count_for_every_microbatch() -> None:
         seconds=dict.fromkeys(graph.steps, 1.0),
         held=(Held(2, (_F, 0), (), lasts=True),),
         base_bytes={(ActionKind.BACKWARD, 0): {0: 100}},
-        brought_bytes={(ActionKind.BACKWARD, 0): 5},
+        incoming_gradient_bytes={(ActionKind.BACKWARD, 0): 5},
     )
     put_together = 3 * 2  # outputs exist twice then
     assert simulate_time(gpipe(1, 1, 3), graph, costs).peak_bytes == (100 + 3 * 5 + 3 * 2 + put_together,)
@@ -232,10 +232,10 @@ def test_devices_that_are_not_the_callers_have_copies_and_he_gets_their_gradient
     gradients = {(ActionKind.BACKWARD, 0): {0: 100}, (ActionKind.BACKWARD, 1): {1: 50}}
     seconds = dict.fromkeys(graph.steps, 1.0)
 
-    def peaks(*away: int) -> tuple[int, ...]:
+    def peaks(*remote: int) -> tuple[int, ...]:
         parameters = frozenset({0, 1})
         costs = StepCosts(
-            seconds=seconds, base_bytes=gradients, copied_bytes=reads, parameters=parameters, away=frozenset(away)
+            seconds=seconds, base_bytes=gradients, copied_bytes=reads, parameters=parameters, remote=frozenset(remote)
         )
         return simulate_time(gpipe(2, 2, 4), graph, costs).peak_bytes
 
@@ -255,19 +255,19 @@ def test_what_lasts_is_also_there_where_it_is_read() -> None:
 @pytest.mark.parametrize("halves", [False, True])
 def test_the_callers_device_has_the_outputs_and_incoming_gradients_of_others(halves: bool) -> None:
     graph = chain(2)
-    for away in (0, 1):
+    for remote in (0, 1):
         costs = StepCosts(
             seconds=dict.fromkeys(graph.steps, 1.0),
             held=(Held(7, (_F, 1), (), lasts=True),),
-            brought_bytes={(ActionKind.BACKWARD, 1): 5},
-            away=frozenset({away}),
+            incoming_gradient_bytes={(ActionKind.BACKWARD, 1): 5},
+            remote=frozenset({remote}),
         )
         schedule = gpipe(2, 2, 3)
         peaks = simulate_time(schedule.halves() if halves else schedule, graph, costs).peak_bytes
         with_gradients = 3 * 7 + 3 * 5
         # Outputs exist twice while they are put together: before the backward, or in the end.
         callers = max(with_gradients, 2 * 3 * 7) if halves else with_gradients + 3 * 7
-        assert peaks == ((callers, with_gradients) if away == 1 else (0, callers))
+        assert peaks == ((callers, with_gradients) if remote == 1 else (0, callers))
 
 
 @given(devices=st.integers(1, 6), chunks=st.integers(1, 3), microbatches=st.integers(1, 14), recompute=st.booleans())

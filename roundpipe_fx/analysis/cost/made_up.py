@@ -80,9 +80,9 @@ def with_accepted_numbers(
         tensors = [item is not None and hasattr(item, "shape") for item in items]
         filled = [real(item, kind) if is_one else _plain(item) for item, is_one in zip(items, tensors, strict=True)]
         if kind is not None:
-            for place, is_one in enumerate(tensors):
+            for position, is_one in enumerate(tensors):
                 if is_one:
-                    kind.write(filled[place], value, arguments, place)
+                    kind.write(filled[position], value, arguments, position)
         made[name] = filled if isinstance(value, list | tuple) else filled[0]
     names = list(made)
     return [made[name] for name in names[: len(args)]], {name: made[name] for name in names[len(args) :]}

@@ -191,12 +191,12 @@ def _with_all_heads(target: Any, args: Sequence[Any]) -> list[Any]:
     """
     args = list(args)
     if isinstance(target, torch._ops.OpOverload):
-        places = {argument.name: place for place, argument in enumerate(target._schema.arguments)}
-        if places.keys() >= {"query", "key", "value"} and max(places["query"], places["value"]) < len(args):
-            queries = args[places["query"]]
+        positions = {argument.name: position for position, argument in enumerate(target._schema.arguments)}
+        if positions.keys() >= {"query", "key", "value"} and max(positions["query"], positions["value"]) < len(args):
+            queries = args[positions["query"]]
             for name in ("key", "value"):
-                batch, _, *rest = args[places[name]]
-                args[places[name]] = torch.Size([batch, queries[1], *rest])
+                batch, _, *rest = args[positions[name]]
+                args[positions[name]] = torch.Size([batch, queries[1], *rest])
     return args
 
 

@@ -479,11 +479,11 @@ def _index_put(call: _KernelCall) -> int | None:
     count = math.prod(torch.broadcast_shapes(*(index.sizes for index in indices)))
     if not 0 < count <= _MOST_SORTED:
         return None
-    places = [place for place, index in enumerate(call["indices"]) if index is not None]
-    indexed = math.prod(target.sizes[place] for place in places)
+    positions = [position for position, index in enumerate(call["indices"]) if index is not None]
+    indexed = math.prod(target.sizes[position] for position in positions)
     added = count * (target.count // indexed if indexed else 0)
     converted = sum(_block(8 * index.count) for index in indices if index.dtype is torch.int32)
-    copies = target.copied() if places == list(range(places[0], places[-1] + 1)) else 2 * target.bytes
+    copies = target.copied() if positions == list(range(positions[0], positions[-1] + 1)) else 2 * target.bytes
     if values.count != added or not values.is_contiguous():
         copies += _block(added * values.itemsize)
     ranges = _block(8 * count)

@@ -45,24 +45,24 @@ def _topk(call: Call, labels: Labels) -> CallDims:
     shape, result = call.shape("self"), call.results[0]
     if not shape:
         raise Unknown
-    place = call.dim("dim", len(shape))
-    dims = labels.of(shape, mixed=[place])
-    picked = [*dims[:place], labels.new(result[place], mixed=True), *dims[place + 1 :]]
+    axis = call.dim("dim", len(shape))
+    dims = labels.of(shape, mixed=[axis])
+    picked = [*dims[:axis], labels.new(result[axis], mixed=True), *dims[axis + 1 :]]
     return {"self": [dims]}, [picked, picked]
 
 
 def _glu(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
-    dims = labels.of(shape, mixed=[place := call.dim("dim", len(shape))])
-    half = labels.new(call.results[0][place], mixed=True)
-    return {"self": [dims]}, [[*dims[:place], half, *dims[place + 1 :]]]
+    dims = labels.of(shape, mixed=[axis := call.dim("dim", len(shape))])
+    half = labels.new(call.results[0][axis], mixed=True)
+    return {"self": [dims]}, [[*dims[:axis], half, *dims[axis + 1 :]]]
 
 
 def _glu_backward(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
-    dims = labels.of(shape, mixed=[place := call.dim("dim", len(shape))])
-    half = labels.new(call.shape("grad_output")[place], mixed=True)
-    return {"grad_output": [[*dims[:place], half, *dims[place + 1 :]]], "self": [dims]}, [dims]
+    dims = labels.of(shape, mixed=[axis := call.dim("dim", len(shape))])
+    half = labels.new(call.shape("grad_output")[axis], mixed=True)
+    return {"grad_output": [[*dims[:axis], half, *dims[axis + 1 :]]], "self": [dims]}, [dims]
 
 
 RULES: dict[object, Rule] = {

@@ -33,36 +33,38 @@ def _index_select(call: Call, labels: Labels) -> CallDims:
     shape, index = call.shape("self"), call.shape("index")
     if not shape or not index:
         raise Unknown
-    place = call.dim("dim", len(shape))
-    dims = labels.of(shape, mixed=[place])
+    axis = call.dim("dim", len(shape))
+    dims = labels.of(shape, mixed=[axis])
     picked = labels.new(index[0])
-    return {"self": [dims], "index": [[picked]]}, [[*dims[:place], picked, *dims[place + 1 :]]]
+    return {"self": [dims], "index": [[picked]]}, [[*dims[:axis], picked, *dims[axis + 1 :]]]
 
 
-def _beside(labels: Labels, shape: Sequence[Any], index: Sequence[Any], place: int) -> tuple[list[Dim], list[Dim]]:
-    """Dimensions of a tensor and of an index of the same rank, which may be shorter; that at ``place`` is for the
+def _kept_and_picked(
+    labels: Labels, shape: Sequence[Any], index: Sequence[Any], axis: int
+) -> tuple[list[Dim], list[Dim]]:
+    """Dimensions of a tensor and of an index of the same rank, which may be shorter; that at ``axis`` is for the
     caller to decide in the index, and mixed in the tensor."""
     if len(shape) != len(index) or not shape:
         raise Unknown
     dims, others = [], []
     for number, (size, part) in enumerate(zip(shape, index, strict=True)):
-        both = number != place and same_size(size, part)
+        both = number != axis and same_size(size, part)
         dims.append(labels.new(size, mixed=not both))
-        others.append(dims[-1] if both else labels.new(part, mixed=number != place))
+        others.append(dims[-1] if both else labels.new(part, mixed=number != axis))
     return dims, others
 
 
 def _gather(call: Call, labels: Labels) -> CallDims:
     shape, index = call.shape("self"), call.shape("index")
-    dims, picked = _beside(labels, shape, index, call.dim("dim", len(shape)))
+    dims, picked = _kept_and_picked(labels, shape, index, call.dim("dim", len(shape)))
     return {"self": [dims], "index": [picked]}, [picked]
 
 
 def _scatter(call: Call, labels: Labels) -> CallDims:
     shape, index = call.shape("self"), call.shape("index")
-    place = call.dim("dim", len(shape))
-    dims, picked = _beside(labels, shape, index, place)
-    labels.mix([picked[place]])  # the tensor itself would be added once a tile
+    axis = call.dim("dim", len(shape))
+    dims, picked = _kept_and_picked(labels, shape, index, axis)
+    labels.mix([picked[axis]])  # the tensor itself would be added once a tile
     operands = {"self": [dims], "index": [picked]}
     if "src" in call.tensors:
         source = call.shape("src")
@@ -92,10 +94,10 @@ def _indices(call: Call, labels: Labels, dims: Sequence[Dim]) -> tuple[list[int]
     Raises:
         Unknown: a mask is an index.
     """
-    indices = {place: index for place, index in enumerate(call["indices"]) if index is not None}
+    indices = {axis: index for axis, index in enumerate(call["indices"]) if index is not None}
     if any(index.dtype in (torch.bool, torch.uint8) for index in indices.values()):
         raise Unknown
-    labels.mix([dims[place] for place in indices])
+    labels.mix([dims[axis] for axis in indices])
     broadcast = labels.of(_broadcast([index.shape for index in indices.values()]))
     return [*indices], broadcast, [labels.same(index.shape, broadcast) for index in indices.values()]
 
@@ -108,7 +110,7 @@ def _broadcast(shapes: Sequence[Sequence[Any]]) -> list[Any]:
 
 def _where_indexed(dims: Sequence[Dim], indexed: Sequence[int], broadcast: Sequence[Dim]) -> list[Dim]:
     """Dimensions of what an index reads: those of the indices stand where the indexed ones were, or in front."""
-    kept = [dim for place, dim in enumerate(dims) if place not in indexed]
+    kept = [dim for axis, dim in enumerate(dims) if axis not in indexed]
     together = bool(indexed) and indexed[-1] - indexed[0] + 1 == len(indexed)
     start = indexed[0] if together else 0
     return [*kept[:start], *broadcast, *kept[start:]]

@@ -80,7 +80,7 @@ class Labels:
 
     def of(self, shape: Sequence[Any], mixed: Collection[int] = ()) -> list[Dim]:
         """The dimensions of a tensor, each with a label of its own; those of the given numbers are mixed."""
-        return [self.new(size, place in mixed) for place, size in enumerate(shape)]
+        return [self.new(size, axis in mixed) for axis, size in enumerate(shape)]
 
     def all_mixed(self, shape: Sequence[Any]) -> Dims:
         """The dimensions of a tensor, each with a mixed label of its own."""

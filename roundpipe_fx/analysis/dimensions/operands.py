@@ -40,9 +40,9 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     """All arguments of a call by name, in the order of the schema, with the defaults of those that are not given."""
     assert isinstance(node.target, torch._ops.OpOverload)
     by_name = {}
-    for place, argument in enumerate(node.target._schema.arguments):
-        if place < len(node.args) and not argument.kwarg_only:
-            by_name[argument.name] = node.args[place]
+    for position, argument in enumerate(node.target._schema.arguments):
+        if position < len(node.args) and not argument.kwarg_only:
+            by_name[argument.name] = node.args[position]
         else:
             by_name[argument.name] = node.kwargs.get(argument.name, argument.default_value)
     return by_name

@@ -13,33 +13,33 @@ from roundpipe_fx.analysis.dimensions.operands import Call
 aten = torch.ops.aten
 
 
-def replaced(labels: Labels, dims: Sequence[Dim], shape: Sequence[Any], places: Collection[int]) -> list[Dim]:
+def replaced(labels: Labels, dims: Sequence[Dim], shape: Sequence[Any], axes: Collection[int]) -> list[Dim]:
     """Dimensions of another tensor that differ from given ones at some places, where they are mixed.
 
     Args:
         labels: of the operation.
         dims: the given ones.
         shape: of the other tensor.
-        places: where they differ; there the given ones are mixed too.
+        axes: where they differ; there the given ones are mixed too.
 
     Raises:
         Unknown: a size at another place is not known to be equal.
     """
     if len(shape) != len(dims):
         raise Unknown
-    labels.mix([dims[place] for place in places])
+    labels.mix([dims[axis] for axis in axes])
     return [
-        labels.new(size, mixed=True) if place in places else labels.same([size], [dim])[0]
-        for place, (size, dim) in enumerate(zip(shape, dims, strict=True))
+        labels.new(size, mixed=True) if axis in axes else labels.same([size], [dim])[0]
+        for axis, (size, dim) in enumerate(zip(shape, dims, strict=True))
     ]
 
 
 def _slice(call: Call, labels: Labels) -> CallDims:
     shape, result = call.shape("self"), call.results[0]
-    dims, place = labels.of(shape), call.dim("dim", len(shape))
-    if _is_whole(call, shape[place], result[place]):
+    dims, axis = labels.of(shape), call.dim("dim", len(shape))
+    if _is_whole(call, shape[axis], result[axis]):
         return {"self": [dims]}, [dims]
-    return {"self": [dims]}, [replaced(labels, dims, result, [place])]
+    return {"self": [dims]}, [replaced(labels, dims, result, [axis])]
 
 
 def _is_whole(call: Call, whole: Any, part: Any) -> bool:
@@ -48,72 +48,72 @@ def _is_whole(call: Call, whole: Any, part: Any) -> bool:
 
 def _slice_backward(call: Call, labels: Labels) -> CallDims:
     shape, result = call.shape("grad_output"), call.results[0]
-    dims, place = labels.of(shape), call.dim("dim", len(shape))
-    if _is_whole(call, result[place], shape[place]):
+    dims, axis = labels.of(shape), call.dim("dim", len(shape))
+    if _is_whole(call, result[axis], shape[axis]):
         return {"grad_output": [dims]}, [dims]
-    return {"grad_output": [dims]}, [replaced(labels, dims, result, [place])]
+    return {"grad_output": [dims]}, [replaced(labels, dims, result, [axis])]
 
 
 def _slice_scatter(call: Call, labels: Labels) -> CallDims:
     shape, part = call.shape("self"), call.shape("src")
-    dims, place = labels.of(shape), call.dim("dim", len(shape))
-    if _is_whole(call, shape[place], part[place]):
+    dims, axis = labels.of(shape), call.dim("dim", len(shape))
+    if _is_whole(call, shape[axis], part[axis]):
         return {"self": [dims], "src": [dims]}, [dims]
-    return {"self": [dims], "src": [replaced(labels, dims, part, [place])]}, [dims]
+    return {"self": [dims], "src": [replaced(labels, dims, part, [axis])]}, [dims]
 
 
-def _without(dims: Sequence[Dim], place: int) -> list[Dim]:
-    return [*dims[:place], *dims[place + 1 :]]
+def _without(dims: Sequence[Dim], axis: int) -> list[Dim]:
+    return [*dims[:axis], *dims[axis + 1 :]]
 
 
 def _select(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
-    place = call.dim("dim", len(shape))
-    dims = labels.of(shape, mixed=[place])
-    return {"self": [dims]}, [_without(dims, place)]
+    axis = call.dim("dim", len(shape))
+    dims = labels.of(shape, mixed=[axis])
+    return {"self": [dims]}, [_without(dims, axis)]
 
 
 def _select_backward(call: Call, labels: Labels) -> CallDims:
     result = call.results[0]
-    place = call.dim("dim", len(result))
-    dims = labels.of(result, mixed=[place])
-    return {"grad_output": [_without(dims, place)]}, [dims]
+    axis = call.dim("dim", len(result))
+    dims = labels.of(result, mixed=[axis])
+    return {"grad_output": [_without(dims, axis)]}, [dims]
 
 
 def _select_scatter(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
-    place = call.dim("dim", len(shape))
-    dims = labels.of(shape, mixed=[place])
-    return {"self": [dims], "src": [_without(dims, place)]}, [dims]
+    axis = call.dim("dim", len(shape))
+    dims = labels.of(shape, mixed=[axis])
+    return {"self": [dims], "src": [_without(dims, axis)]}, [dims]
 
 
 def _split(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
-    place = call.dim("dim", len(shape))
-    dims = labels.of(shape, mixed=[place])
-    return {"self": [dims]}, [replaced(labels, dims, result, [place]) for result in call.results]
+    axis = call.dim("dim", len(shape))
+    dims = labels.of(shape, mixed=[axis])
+    return {"self": [dims]}, [replaced(labels, dims, result, [axis]) for result in call.results]
 
 
 def _unbind(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
-    place = call.dim("dim", len(shape))
-    dims = labels.of(shape, mixed=[place])
-    return {"self": [dims]}, [_without(dims, place) for _ in call.results]
+    axis = call.dim("dim", len(shape))
+    dims = labels.of(shape, mixed=[axis])
+    return {"self": [dims]}, [_without(dims, axis) for _ in call.results]
 
 
 def _cat(call: Call, labels: Labels) -> CallDims:
     result = call.results[0]
-    place = call.dim("dim", len(result))
-    dims = labels.of(result, mixed=[place])
-    operands = [replaced(labels, dims, tensor.shape, [place]) for tensor in call.tensors["tensors"]]
+    axis = call.dim("dim", len(result))
+    dims = labels.of(result, mixed=[axis])
+    operands = [replaced(labels, dims, tensor.shape, [axis]) for tensor in call.tensors["tensors"]]
     return {"tensors": operands}, [dims]
 
 
 def _stack(call: Call, labels: Labels) -> CallDims:
     result = call.results[0]
-    place = call.dim("dim", len(result))
-    dims = labels.of(result, mixed=[place])
-    return {"tensors": [_without(dims, place) for _ in call.tensors["tensors"]]}, [dims]
+    axis = call.dim("dim", len(result))
+    dims = labels.of(result, mixed=[axis])
+    return {"tensors": [_without(dims, axis) for _ in call.tensors["tensors"]]}, [dims]
 
 
 def _pad(call: Call, labels: Labels) -> CallDims:
@@ -128,7 +128,7 @@ def _diagonal(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
     picked = {call.dim("dim1", len(shape)), call.dim("dim2", len(shape))}
     dims = labels.of(shape, mixed=picked)
-    kept = [dim for place, dim in enumerate(dims) if place not in picked]
+    kept = [dim for axis, dim in enumerate(dims) if axis not in picked]
     return {"self": [dims]}, [[*kept, labels.new(call.results[0][-1], mixed=True)]]
 
 

@@ -24,9 +24,9 @@ def _reduce(call: Call, labels: Labels, mixed: bool) -> CallDims:
         return {"self": [()]}, [() for _ in call.results]
     reduced: AbstractSet[int] = _reduced(call, len(shape))
     dims = labels.of(shape, mixed=reduced if mixed else ())
-    kept = [() if place in reduced else dim for place, dim in enumerate(dims)]
+    kept = [() if axis in reduced else dim for axis, dim in enumerate(dims)]
     if len(kept) != len(call.results[0]):
-        kept = [dim for place, dim in enumerate(dims) if place not in reduced]
+        kept = [dim for axis, dim in enumerate(dims) if axis not in reduced]
     return {"self": [dims]}, [kept for _ in call.results]
 
 

@@ -61,8 +61,8 @@ def arguments_on_tile(
     whole = arguments(node)
     changed = {name: value for name, value in changed.items() if value is not None and value != whole[name]}
     assert isinstance(node.target, torch._ops.OpOverload)
-    places = [argument.name for argument in node.target._schema.arguments]
-    args = tuple(changed.get(name, value) for name, value in zip(places, node.args, strict=False))
+    names = [argument.name for argument in node.target._schema.arguments]
+    args = tuple(changed.get(name, value) for name, value in zip(names, node.args, strict=False))
     kwargs = {name: changed.get(name, value) for name, value in node.kwargs.items()}
     return args, kwargs
 

@@ -21,9 +21,9 @@ def _view(call: Call, labels: Labels) -> CallDims:
     dims: tuple[list[Dim], list[Dim]] = ([()] * len(source), [()] * len(result))
     for mine, others in _groups(source, result):
         factors = _factors([source[i] for i in mine], [result[j] for j in others], labels)
-        for places, made, into in zip((mine, others), factors, dims, strict=True):
-            for place, dim in zip(places, made, strict=True):
-                into[place] = dim
+        for axes, made, into in zip((mine, others), factors, dims, strict=True):
+            for axis, dim in zip(axes, made, strict=True):
+                into[axis] = dim
     return {"self": [dims[0]]}, [dims[1]]
 
 
@@ -32,8 +32,8 @@ def _groups(source: Sequence[Any], result: Sequence[Any]) -> list[tuple[list[int
 
     From where sizes are not known to match up, the last run has all dimensions that are left.
     """
-    left = [place for place, size in enumerate(source) if not is_one(size)]
-    right = [place for place, size in enumerate(result) if not is_one(size)]
+    left = [axis for axis, size in enumerate(source) if not is_one(size)]
+    right = [axis for axis, size in enumerate(result) if not is_one(size)]
     if any(same_size(size, 0) for size in source):
         return [(left, right)]
     groups: list[tuple[list[int], list[int]]] = []
@@ -41,8 +41,8 @@ def _groups(source: Sequence[Any], result: Sequence[Any]) -> list[tuple[list[int
     while i < len(left) and j < len(right):
         end, stop = i + 1, j + 1
         while True:
-            mine = math.prod(source[place] for place in left[i:end])
-            others = math.prod(result[place] for place in right[j:stop])
+            mine = math.prod(source[axis] for axis in left[i:end])
+            others = math.prod(result[axis] for axis in right[j:stop])
             if same_size(mine, others):
                 break
             # Hints only decide what is tried; the sizes must be known to be equal.
@@ -86,8 +86,8 @@ def _common_factors(source: list[int], result: list[int], labels: Labels) -> tup
         i += left[i] == 1
         j += right[j] == 1
     for rest, made, start in ((left, dims[0], i), (right, dims[1], j)):
-        for place in range(start, len(rest)):
-            made[place] += labels.new(rest[place], mixed=True)
+        for axis in range(start, len(rest)):
+            made[axis] += labels.new(rest[axis], mixed=True)
     return dims
 
 
@@ -106,7 +106,7 @@ def _repeat(call: Call, labels: Labels) -> CallDims:
 
 def _permuted(call: Call, labels: Labels, order: Sequence[int]) -> CallDims:
     dims = labels.of(call.shape("self"))
-    return {"self": [dims]}, [[dims[place] for place in order]]
+    return {"self": [dims]}, [[dims[axis] for axis in order]]
 
 
 def _permute(call: Call, labels: Labels) -> CallDims:
@@ -131,7 +131,7 @@ def _squeeze(call: Call, labels: Labels) -> CallDims:
     picked = call.dims("dim", len(shape)) if call.has("dim") else set(range(len(shape)))
     # A tile of one position would be squeezed too, so what may be squeezed is not divided.
     dims = labels.of(shape, mixed=picked)
-    kept = [dim for place, dim in enumerate(dims) if place not in picked or not is_one(shape[place])]
+    kept = [dim for axis, dim in enumerate(dims) if axis not in picked or not is_one(shape[axis])]
     if len(kept) != len(call.results[0]):
         raise Unknown
     return {"self": [dims]}, [kept]
@@ -139,8 +139,8 @@ def _squeeze(call: Call, labels: Labels) -> CallDims:
 
 def _unsqueeze(call: Call, labels: Labels) -> CallDims:
     dims = labels.of(call.shape("self"))
-    place = call.dim("dim", len(dims) + 1)
-    return {"self": [dims]}, [[*dims[:place], (), *dims[place:]]]
+    axis = call.dim("dim", len(dims) + 1)
+    return {"self": [dims]}, [[*dims[:axis], (), *dims[axis:]]]
 
 
 def _with_parts(call: Call, labels: Labels) -> CallDims:

@@ -115,8 +115,8 @@ def sources_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 def flat_shape(shape: Sequence[Any], rows: Rows) -> list[Any]:
     """A shape with the dimensions of its rows, which are adjacent, as one."""
     size: Any = 1
-    for place in rows:
-        size = size * shape[place]
+    for position in rows:
+        size = size * shape[position]
     return [*shape[: rows[0]], size, *shape[rows[-1] + 1 :]]
 
 
@@ -329,17 +329,17 @@ def _of_tile(operand: fx.Node, region: TileRegion, rows: int) -> Any:
     value = operand.meta["val"]
     if operand not in region.where:
         return value
-    place = region.where[operand]
-    flat = _flat(value, place)
+    position = region.where[operand]
+    flat = _flat(value, position)
     with value.fake_mode:
-        tile = flat.narrow(place[0], 0, rows)
+        tile = flat.narrow(position[0], 0, rows)
         return torch.empty_strided(tile.shape, tile.stride(), dtype=tile.dtype, device=tile.device)
 
 
 def _unflat(operand: fx.Node, region: TileRegion, rows: int) -> list[int]:
-    places = region.where[operand]
+    positions = region.where[operand]
     shape = list(operand.meta["val"].shape)
-    return [*shape[: places[0]], *[1] * (len(places) - 1), rows, *shape[places[-1] + 1 :]]
+    return [*shape[: positions[0]], *[1] * (len(positions) - 1), rows, *shape[positions[-1] + 1 :]]
 
 
 def _copied(value: Any, dtype: torch.dtype) -> Any:

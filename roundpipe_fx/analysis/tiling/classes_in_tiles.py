@@ -34,12 +34,12 @@ class Scaled:
 
     Attributes:
         node: the value.
-        place: the dimension of its classes; the others are the rows, in their order.
+        axis: the dimension of its classes; the others are the rows, in their order.
         factor: the number.
     """
 
     node: fx.Node
-    place: int
+    axis: int
     factor: float
 
     @property
@@ -49,7 +49,7 @@ class Scaled:
 
     def is_column(self, value: Any) -> bool:
         """Return whether a tensor has one entry for each row, in the same dimensions."""
-        column = [*self.shape[: self.place], 1, *self.shape[self.place + 1 :]]
+        column = [*self.shape[: self.axis], 1, *self.shape[self.axis + 1 :]]
         return isinstance(value, fx.Node) and is_tensor(value) and list(value.meta["val"].shape) == column
 
 
@@ -59,13 +59,13 @@ class Uses:
 
     Attributes:
         scores: what the log-softmax reads.
-        place: the dimension of their classes.
+        axis: the dimension of their classes.
         reads: the operations that read them in the forward.
         gradients: the gradients of scores, each with the summands of the gradient of the log-probabilities.
     """
 
     scores: fx.Node
-    place: int
+    axis: int
     reads: tuple[Scaled, ...]
     gradients: tuple[tuple[fx.Node, tuple[Scaled, ...]], ...]
 
@@ -80,7 +80,7 @@ def online_softmaxes(joint: JointGraph) -> dict[str, int]:
         by name, in graph order, the dimension of the classes.
     """
     uses = {node.name: uses_of(joint, node) for node in joint.in_phase(Phase.FORWARD)}
-    return {name: of_one.place for name, of_one in uses.items() if of_one is not None}
+    return {name: of_one.axis for name, of_one in uses.items() if of_one is not None}
 
 
 def uses_of(joint: JointGraph, softmax: fx.Node) -> Uses | None:
@@ -92,13 +92,13 @@ def uses_of(joint: JointGraph, softmax: fx.Node) -> Uses | None:
         return None
     scores, dim, _ = softmax.args
     assert isinstance(scores, fx.Node) and isinstance(dim, int)
-    place = dim % len(shape)
-    if shape[place] == 1 or softmax.meta["val"].dtype is torch.float16:
+    axis = dim % len(shape)
+    if shape[axis] == 1 or softmax.meta["val"].dtype is torch.float16:
         return None
     returned = {node for node in joint.outputs if isinstance(node, fx.Node)}
     reads: list[Scaled] = []
     gradients: list[tuple[fx.Node, tuple[Scaled, ...]]] = []
-    waiting = [Scaled(node=softmax, place=place, factor=1.0)]
+    waiting = [Scaled(node=softmax, axis=axis, factor=1.0)]
     while waiting:
         value = waiting.pop()
         if value.node in returned:
@@ -111,17 +111,17 @@ def uses_of(joint: JointGraph, softmax: fx.Node) -> Uses | None:
             elif packet in _GRADIENTS and user.args[0] is not value.node:
                 pass  # only the shape is read
             elif packet is aten._log_softmax_backward_data and user.args[1] is value.node and value.factor == 1:
-                parts = _parts(Scaled(node=user.args[0], place=place, factor=1.0), user)  # type: ignore[arg-type]
+                parts = _parts(Scaled(node=user.args[0], axis=axis, factor=1.0), user)  # type: ignore[arg-type]
                 if parts is None:
                     return None
                 gradients.append((user, parts))
             elif _is_read(user, value):
-                reads.append(Scaled(node=user, place=value.place, factor=value.factor))
+                reads.append(Scaled(node=user, axis=value.axis, factor=value.factor))
             else:
                 return None
     order = {node: number for number, node in enumerate(softmax.graph.nodes)}
     reads.sort(key=lambda read: order[read.node])
-    return Uses(scores=scores, place=place, reads=tuple(reads), gradients=tuple(gradients)) if reads else None
+    return Uses(scores=scores, axis=axis, reads=tuple(reads), gradients=tuple(gradients)) if reads else None
 
 
 def _followed(user: fx.Node, value: Scaled) -> Scaled | None:
@@ -130,26 +130,26 @@ def _followed(user: fx.Node, value: Scaled) -> Scaled | None:
     if not user.args or user.args[0] is not value.node or value.node in (*user.args[1:], *user.kwargs.values()):
         return None
     if packet in _SAME:
-        return Scaled(node=user, place=value.place, factor=value.factor)
+        return Scaled(node=user, axis=value.axis, factor=value.factor)
     if packet in _VIEWS:
-        place = _place_in(user, value)
-        return None if place is None else Scaled(node=user, place=place, factor=value.factor)
+        axis = _axis_in(user, value)
+        return None if axis is None else Scaled(node=user, axis=axis, factor=value.factor)
     if packet in _PERMUTED:
         order = _order(user)
-        if not _keeps_rows(order, value.place):
+        if not _keeps_rows(order, value.axis):
             return None
-        return Scaled(node=user, place=order.index(value.place), factor=value.factor)
+        return Scaled(node=user, axis=order.index(value.axis), factor=value.factor)
     number = _number(user)
-    return None if number is None else Scaled(node=user, place=value.place, factor=value.factor * number)
+    return None if number is None else Scaled(node=user, axis=value.axis, factor=value.factor * number)
 
 
-def _place_in(view: fx.Node, value: Scaled) -> int | None:
+def _axis_in(view: fx.Node, value: Scaled) -> int | None:
     """The dimension of the classes after a change of shape; ``None``: the classes are not a single dimension there."""
     shape, whole = list(view.meta["val"].shape), value.shape
-    before = math.prod(whole[: value.place])
-    for place, size in enumerate(shape):
-        if size == whole[value.place] and math.prod(shape[:place]) == before:
-            return place
+    before = math.prod(whole[: value.axis])
+    for axis, size in enumerate(shape):
+        if size == whole[value.axis] and math.prod(shape[:axis]) == before:
+            return axis
     return None
 
 
@@ -166,8 +166,8 @@ def _order(node: fx.Node) -> list[int]:
     return order
 
 
-def _keeps_rows(order: Sequence[int], place: int) -> bool:
-    rows = [dim for dim in order if dim != place]
+def _keeps_rows(order: Sequence[int], axis: int) -> bool:
+    rows = [dim for dim in order if dim != axis]
     return rows == sorted(rows)
 
 
@@ -192,11 +192,11 @@ def _is_read(node: fx.Node, value: Scaled) -> bool:
         items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         weights = items[1].users if 1 in items else ()
         known = all(getattr(user.target, "overloadpacket", None) in _GRADIENTS for user in weights)
-        return known and node.args[3] in (_NONE, _SUM) and value.place == 1 and len(shape) > 1
+        return known and node.args[3] in (_NONE, _SUM) and value.axis == 1 and len(shape) > 1
     if packet is aten.gather:
-        return int(node.args[1]) % len(shape) == value.place and value.is_column(node.args[2])  # type: ignore[arg-type]
+        return int(node.args[1]) % len(shape) == value.axis and value.is_column(node.args[2])  # type: ignore[arg-type]
     if packet is aten.sum:
-        return value.place in summed_dims(node, len(shape)) and node.kwargs.get("dtype") is None
+        return value.axis in summed_dims(node, len(shape)) and node.kwargs.get("dtype") is None
     return False
 
 
@@ -220,36 +220,36 @@ def _parts(value: Scaled, reader: fx.Node) -> tuple[Scaled, ...] | None:
     if set(node.users) != {reader} or node.op != "call_function":
         return None
     if packet in _GRADIENTS:
-        return (value,) if value.place == 1 else None
+        return (value,) if value.axis == 1 else None
     if packet is aten.scatter_add:
         into, dim, index, _ = node.args
-        fits = int(dim) % len(value.shape) == value.place and value.is_column(index) and _is_zero(into)  # type: ignore[arg-type]
+        fits = int(dim) % len(value.shape) == value.axis and value.is_column(index) and _is_zero(into)  # type: ignore[arg-type]
         return (value,) if fits else None
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
     if packet is aten.expand:
         shape = list(source.meta["val"].shape)
-        source_place = value.place - len(value.shape) + len(shape)
-        return (value,) if source_place < 0 or shape[source_place] == 1 else None
+        source_axis = value.axis - len(value.shape) + len(shape)
+        return (value,) if source_axis < 0 or shape[source_axis] == 1 else None
     if packet is aten.add and len(node.args) == 2 and not node.kwargs:
-        operands = [Scaled(node=one, place=value.place, factor=value.factor) for one in node.all_input_nodes]
+        operands = [Scaled(node=one, axis=value.axis, factor=value.factor) for one in node.all_input_nodes]
         if len(operands) < 2 or any(one.shape != value.shape for one in operands):
             return None
         parts_of_operands = [_parts(one, node) for one in operands]
         return None if None in parts_of_operands else tuple(part for parts in parts_of_operands for part in parts or ())
-    place: int | None = value.place
+    axis: int | None = value.axis
     if packet in _VIEWS:
-        place = _place_in(source, value)
+        axis = _axis_in(source, value)
     elif packet in _PERMUTED:
         order = _order(node)
-        place = order[value.place]
-        if not _keeps_rows(order, place):
+        axis = order[value.axis]
+        if not _keeps_rows(order, axis):
             return None
     elif packet not in _SAME and _number(node) is None:
         return None
     factor = value.factor * (_number(node) or 1.0)
-    return None if place is None else _parts(Scaled(node=source, place=place, factor=factor), node)
+    return None if axis is None else _parts(Scaled(node=source, axis=axis, factor=factor), node)
 
 
 def _is_zero(value: Any) -> bool:

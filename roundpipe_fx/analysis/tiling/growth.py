@@ -70,7 +70,7 @@ class Growth:
     def grow(self, returned: set[fx.Node]) -> bool:
         """Grow as far as operations work on each row alone; whether that is a region."""
         shape = self.widest.meta["val"].shape
-        self.rows = math.prod(shape[place] for place in self.start)
+        self.rows = math.prod(shape[position] for position in self.start)
         self.where[self.widest] = self.start
         refused: set[fx.Node] = set()
         waiting = [self.widest]
@@ -104,30 +104,30 @@ class Growth:
         wanted = labels_where(pairs, self.where)
         if not wanted or set(wanted) & mixed:
             return False
-        places: dict[fx.Node, Rows] = {}
+        positions: dict[fx.Node, Rows] = {}
         undivided: set[fx.Node] = set()
         for value, labels in pairs:
-            place = rows_among(labels, wanted)
+            position = rows_among(labels, wanted)
             if value is None:
                 continue
-            if place is None or (place is False and (value in self.where or self._is_halfway(value, node))):
+            if position is None or (position is False and (value in self.where or self._is_halfway(value, node))):
                 return False
-            if place is False:
+            if position is False:
                 undivided.add(value)
             else:
-                assert isinstance(place, tuple)
+                assert isinstance(position, tuple)
                 if (
                     value in self.undivided
-                    or self.where.get(value, place) != place
-                    or places.get(value, place) != place
+                    or self.where.get(value, position) != position
+                    or positions.get(value, position) != position
                 ):
                     return False
                 if not _has_static_strides(value):
                     return False
-                places[value] = place
-        if undivided & places.keys():
+                positions[value] = position
+        if undivided & positions.keys():
             return False
-        self.where.update(places)
+        self.where.update(positions)
         self.undivided |= undivided
         self.members.add(node)
         if not is_tensor(node):

@@ -53,14 +53,14 @@ def _results(node: fx.Node, dimensions: Dimensions) -> list[fx.Node | None]:
         return [node]
     items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     value = node.meta["val"]
-    places = [place for place, item in enumerate(value) if isinstance(item, torch.Tensor)]
-    nodes_of_places = [items.get(place) for place in places]
+    positions = [position for position, item in enumerate(value) if isinstance(item, torch.Tensor)]
+    nodes_of_results = [items.get(position) for position in positions]
     # What is nested deeper is not told apart.
-    return nodes_of_places if len(nodes_of_places) == len(dimensions.results) else [None] * len(dimensions.results)
+    return nodes_of_results if len(nodes_of_results) == len(dimensions.results) else [None] * len(dimensions.results)
 
 
 def _of_rows(labels: _Labels, rows: Rows) -> tuple[int, ...]:
-    return tuple(label for place in rows for label in labels[place])
+    return tuple(label for position in rows for label in labels[position])
 
 
 def rows_among(labels: _Labels, wanted: tuple[int, ...]) -> Rows | bool | None:

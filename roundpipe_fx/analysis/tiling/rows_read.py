@@ -74,7 +74,7 @@ class RowSlice:
         """The dimension of a value that is to be sliced, as it divides: its place, and what is before and behind."""
         rows = self.where[value]
         shape = value.meta["val"].shape
-        parts = _axis_in([shape[place] for place in rows], self.axis)
+        parts = _axis_in([shape[position] for position in rows], self.axis)
         assert parts is not None
         number, before, behind = parts
         return rows[number], before, behind
@@ -198,8 +198,8 @@ class _SliceSearch:
         self.joint, self.node, self.dim, self.known = joint, node, dim, known
         self.source = node.args[0]
         shape = self.source.meta["val"].shape
-        before = math.prod(shape[place] for place in rows if place < dim)
-        behind = math.prod(shape[place] for place in rows if place > dim)
+        before = math.prod(shape[position] for position in rows if position < dim)
+        behind = math.prod(shape[position] for position in rows if position > dim)
         self.axis = before, int(shape[dim]), behind
         self.kept = int(node.meta["val"].shape[dim])
         self.where: dict[fx.Node, Rows] = {self.source: rows}
@@ -237,12 +237,12 @@ class _SliceSearch:
         """Return whether a node is the backward of the slice."""
         if other.target is not aten.slice_backward.default or len(other.args) != 6:
             return False
-        _, sizes, dim, *place = other.args
+        _, sizes, dim, *position = other.args
         arguments = [self.node.args[i] if i < len(self.node.args) else default for i, default in _DEFAULTS]
         return (
             list(sizes) == list(self.source.meta["val"].shape)  # type: ignore[arg-type]
             and dim % len(sizes) == self.dim  # type: ignore[operator,arg-type]
-            and place == arguments
+            and position == arguments
             and self.node.meta.get("seq_nr") == other.meta.get("seq_nr")
         )
 
@@ -296,22 +296,22 @@ class _SliceSearch:
             return False
         items = {user for user in node.users if user.target is operator.getitem} if not is_tensor(node) else set()
         for value, labels in pairs:
-            place = rows_among(labels, wanted)
+            position = rows_among(labels, wanted)
             if value is None:
                 continue
             is_made = value is node or value in items
-            if place is None or (place is False and (value in self.where or (is_made and not sums))):
+            if position is None or (position is False and (value in self.where or (is_made and not sums))):
                 return False
-            if place is False:
+            if position is False:
                 continue
-            assert isinstance(place, tuple)
-            if self.where.setdefault(value, place) != place:
+            assert isinstance(position, tuple)
+            if self.where.setdefault(value, position) != position:
                 return False
             if is_made:
                 continue
             shape = value.meta["val"].shape
             if self._is_narrow(value) and value not in self.members:
-                if _axis_in([shape[dim] for dim in place], self.axis) is None:
+                if _axis_in([shape[dim] for dim in position], self.axis) is None:
                     return False
                 self.narrow[value] = None
         self.members |= {node, *items}
@@ -332,8 +332,8 @@ class _SliceSearch:
             sums = is_tensor(member) and member not in self.where
             if member not in self.padded and not sums and not all(user in inside for user in member.users):
                 return False
-        places = {value: [value.meta["val"].shape[dim] for dim in self.where[value]] for value in self.padded}
-        return all(_axis_in(sizes, self.axis) is not None for sizes in places.values()) and not any(
+        positions = {value: [value.meta["val"].shape[dim] for dim in self.where[value]] for value in self.padded}
+        return all(_axis_in(sizes, self.axis) is not None for sizes in positions.values()) and not any(
             is_view(value) for value in self.padded
         )
 

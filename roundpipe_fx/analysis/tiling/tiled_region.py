@@ -144,7 +144,7 @@ class TileRegions:
 
     def __init__(self, joint: JointGraph) -> None:
         self._joint = joint
-        self._order = {node: place for place, node in enumerate(joint.graph.nodes)}
+        self._order = {node: position for position, node in enumerate(joint.graph.nodes)}
         self._returned = {output for output in joint.outputs if isinstance(output, fx.Node)}
         self._tangential = _descendants(joint, joint.tangents)
         self._described: dict[fx.Node, Described | None] = {}
@@ -225,9 +225,9 @@ class TileRegions:
 def _is_acyclic(joint: JointGraph, regions: Sequence[TileRegion]) -> bool:
     """Return whether the loops that stand for regions can run one after another, each as a whole."""
     loops: dict[fx.Node, Any] = {}
-    for place, region in enumerate(regions):
+    for position, region in enumerate(regions):
         for node in set(region.members) - region.whole:
-            loops[node] = place, None if region.scalar is not None else node.meta[Mark.PHASE]
+            loops[node] = position, None if region.scalar is not None else node.meta[Mark.PHASE]
     sorter: graphlib.TopologicalSorter[Any] = graphlib.TopologicalSorter()
     for node in joint.graph.nodes:
         head = loops.get(node, node)

@@ -137,14 +137,14 @@ class Tape:
         made_here = [tensor for tensor in results if isinstance(tensor, torch.Tensor)]
         asks = why_host_sync(operator, args, tensors, made_here, registered_sync_ops()) is not None
         if (made or written) and not asks:
-            places = []
+            positions = []
             views = tuple(self._view(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
             for tensor in results:
                 plain = isinstance(tensor, torch.Tensor) and _is_plain(tensor)
                 fresh = plain and made.get(storage_key(tensor), 0) is None
-                places.append(self._number(tensor) if fresh else None)
+                positions.append(self._number(tensor) if fresh else None)
                 if fresh:
-                    made[storage_key(tensor)] = places[-1]
+                    made[storage_key(tensor)] = positions[-1]
             numbers = [self._numbers[storage_key(tensor)] for tensor in written]
             for number, tensor in zip(numbers, written, strict=True):
                 if number in self._versions:
@@ -157,7 +157,7 @@ class Tape:
                     spec=spec,
                     reads=reads,
                     writes=frozenset(numbers),
-                    makes=tuple(places),
+                    makes=tuple(positions),
                     states=states,
                 )
             )

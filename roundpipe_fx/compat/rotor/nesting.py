@@ -100,11 +100,11 @@ class _SequenceReader:
                 until += 1
             items.append(Rerun(at, until - 1, ()))
             at = until
-        for place, item in reversed(list(enumerate(items))):
+        for position, item in reversed(list(enumerate(items))):
             if isinstance(item, Kept):
                 self._take(Backward(item.index))
             else:
-                items[place] = Rerun(item.first, item.last, self.read(item.first, item.last))
+                items[position] = Rerun(item.first, item.last, self.read(item.first, item.last))
         return tuple(items)
 
 

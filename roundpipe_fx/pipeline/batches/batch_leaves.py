@@ -167,12 +167,12 @@ class _ListInBatch:
         )
 
 
-def batch_leaves(trees: Sequence[BatchTree], beside: Sequence[BatchTree]) -> list[list[BatchLeaf]]:
+def batch_leaves(trees: Sequence[BatchTree], others: Sequence[BatchTree]) -> list[list[BatchLeaf]]:
     """Every leaf of each tree, with how it is split.
 
     Args:
         trees: what is split.
-        beside: what else the batch has, which may tell how many samples there are.
+        others: what else the batch has, which may tell how many samples there are.
 
     Raises:
         ValueError: a list may have an item for each sample or not.
@@ -184,9 +184,9 @@ def batch_leaves(trees: Sequence[BatchTree], beside: Sequence[BatchTree]) -> lis
     with_tensors = [one for _, one in lists if one.has_tensors]
     batch = _rows_of_batch(free)
     if batch is None and lists:
-        batch = _rows_of_batch([leaf for tree in beside for leaf in _leaves_outside_lists(tree)])
+        batch = _rows_of_batch([leaf for tree in others for leaf in _leaves_outside_lists(tree)])
     if batch is None and with_tensors:
-        every = [*with_tensors, *(one for tree in beside for one in _lists_of(tree) if one.has_tensors)]
+        every = [*with_tensors, *(one for tree in others for one in _lists_of(tree) if one.has_tensors)]
         batch = _rows_of_lists(every)
     for tree, one in lists:
         are_samples = one.has_item_for_each_of(batch)
@@ -259,7 +259,7 @@ def _leaves_outside_lists(tree: BatchTree) -> list[BatchLeaf]:
 
 def _lists_of(tree: BatchTree) -> list[_ListInBatch]:
     """The outermost lists and tuples of a tree, of which no specification tells; positional arguments are none."""
-    places = [] if tree.spec is None else [place for place, _, _ in specs_of(tree.spec)]
+    prefixes = [] if tree.spec is None else [prefix for prefix, _, _ in specs_of(tree.spec)]
 
     def is_list(path: Path, value: Any) -> bool:
         structure = container_of(value) if path or tree.name == "labels" else None
@@ -267,7 +267,7 @@ def _lists_of(tree: BatchTree) -> list[_ListInBatch]:
 
     lists = []
     for path, text, value in leaves_of(tree.value, is_list):
-        if not is_list(path, value) or any(path[: len(p)] == p or p[: len(path)] == path for p in places):
+        if not is_list(path, value) or any(path[: len(p)] == p or p[: len(path)] == path for p in prefixes):
             continue
         tensors = [leaf for _, _, leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
         sizes = frozenset(leaf.shape[0] for leaf in tensors if leaf.dim() and leaf.shape[0] != 1)
@@ -305,7 +305,7 @@ def _leaves_of(tree: BatchTree, by_items: Collection[Path]) -> list[BatchLeaf]:
     specs = specs_of(tree.spec)
 
     def asked_of(path: Path) -> Any:
-        return next((spec for place, _, spec in specs if path[: len(place)] == place), BY_CONVENTION)
+        return next((spec for prefix, _, spec in specs if path[: len(prefix)] == prefix), BY_CONVENTION)
 
     def stops(path: Path, value: Any) -> bool:
         if path in by_items:
@@ -335,10 +335,10 @@ def _leaves_of(tree: BatchTree, by_items: Collection[Path]) -> list[BatchLeaf]:
             )
         )
     present = {leaf.path[:1] for leaf in leaves}
-    for place, text, _ in specs:
-        if len(place) > 1 and place[:1] in present and not any(leaf.path[: len(place)] == place for leaf in leaves):
+    for prefix, text, _ in specs:
+        if len(prefix) > 1 and prefix[:1] in present and not any(leaf.path[: len(prefix)] == prefix for leaf in leaves):
             raise ValueError(
-                f"{tree.option}: a specification is for {tree.label(place, text)}, but there is no such part. Fields "
+                f"{tree.option}: a specification is for {tree.label(prefix, text)}, but there is no such part. Fields "
                 "of dataclasses and named tuples are specified by name, as {'x': 0}."
             )
     return leaves

@@ -80,7 +80,7 @@ class _Merge:
         if len(parts) < len(values):
             return self._leaf(values, BY_CONVENTION, f"output{text}")
         first = parts[0]
-        is_specified = any(place[: len(path)] == path for place in self.specs)
+        is_specified = any(prefix[: len(path)] == path for prefix in self.specs)
         is_list = first.is_sequence and not isinstance(values[0], tuple)
         if is_list and not is_specified and self._has_item_for_each_row(values, f"output{text}"):
             return first.rebuild([item for structure in parts for item in structure.parts])
@@ -187,11 +187,13 @@ class _Merge:
                 "dataclass, or register the class with torch.utils._pytree.register_pytree_node."
             )
         if not all(_is_equal(value, first) for value in values[1:]):
-            told = f": {first!r} and {next(v for v in values if not _is_equal(v, first))!r}" if _is_plain(first) else ""
+            differing = (
+                f": {first!r} and {next(v for v in values if not _is_equal(v, first))!r}" if _is_plain(first) else ""
+            )
             raise TypeError(
-                f"{label} is a {kind} that differs between microbatches{told}, and roundpipe_fx does not know what it "
-                f"is for the batch. Give {_MERGE_OUTPUT}; or return a tensor: of no dimensions it is averaged as a "
-                "loss is, of rows it is concatenated."
+                f"{label} is a {kind} that differs between microbatches{differing}, and roundpipe_fx does not "
+                f"know what it is for the batch. Give {_MERGE_OUTPUT}; or return a tensor: of no dimensions it is "
+                "averaged as a loss is, of rows it is concatenated."
             )
         sizes = first if isinstance(first, torch.Size) else (first,)
         if self.rows is not None and any(type(size) is int and size == self.rows[0] for size in sizes):

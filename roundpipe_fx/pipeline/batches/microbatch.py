@@ -94,8 +94,8 @@ def split_inputs(
     if count == 1:
         return [(args, kwargs)]
     trees = trees_of_inputs(args, kwargs, spec, names)
-    beside = [] if callable(labels_spec) else [BatchTree(labels, labels_spec, "labels", option=SPLIT_LABEL)]
-    of_args, of_kwargs = batch_leaves(trees, beside)
+    others = [] if callable(labels_spec) else [BatchTree(labels, labels_spec, "labels", option=SPLIT_LABEL)]
+    of_args, of_kwargs = batch_leaves(trees, others)
     leaves = of_the_batch([*of_args, *of_kwargs], warn=True)
     check_offsets([(leaf.full_label, leaf.value, leaf.dim is not None) for leaf in leaves if not leaf.specified])
     pieces = _split(leaves, count, SPLIT_INPUT)
@@ -132,8 +132,8 @@ def split_labels(
     elif count == 1:
         return [labels]
     else:
-        beside = [] if callable(inputs_spec) else trees_of_inputs(*inputs, inputs_spec)
-        (leaves,) = batch_leaves([BatchTree(labels, spec, "labels", option=SPLIT_LABEL)], beside)
+        others = [] if callable(inputs_spec) else trees_of_inputs(*inputs, inputs_spec)
+        (leaves,) = batch_leaves([BatchTree(labels, spec, "labels", option=SPLIT_LABEL)], others)
         if not any(leaf.dim is not None for leaf in leaves):
             return [labels] * count
         pieces = [_piece(labels, leaves, piece) for piece in _split(leaves, count, SPLIT_LABEL)]

@@ -95,10 +95,10 @@ def _mapping(value: Mapping[Any, Any]) -> Container | None:
         return Container(keys, parts, lambda parts: types.MappingProxyType(dict(zip(keys, parts, strict=True))))
     attributes = vars_of(value)
     is_its_attributes = attributes is value
-    beside = {} if is_its_attributes else dict(attributes)
+    extra = {} if is_its_attributes else dict(attributes)
     if isinstance(value, UserDict):
-        beside.pop("data", None)
-    if not isinstance(value, MutableMapping) or _hides(value, beside):
+        extra.pop("data", None)
+    if not isinstance(value, MutableMapping) or _hides(value, extra):
         return None
 
     def rebuild(parts: Sequence[Any]) -> Any:
@@ -163,9 +163,9 @@ def _slots_of(kind: type) -> Sequence[str]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _hides(value: Any, beside: Mapping[str, Any]) -> bool:
+def _hides(value: Any, extra: Mapping[str, Any]) -> bool:
     """Return whether attributes of a container hold tensors beside its items."""
-    return bool(beside) and beside is not value and holds_tensors(dict(beside))
+    return bool(extra) and extra is not value and holds_tensors(dict(extra))
 
 
 _WITHOUT_TENSORS = (str, bytes, int, float, complex, type(None), torch.Size, torch.dtype, torch.device, type)
@@ -253,7 +253,7 @@ def spread(spec: Any, value: Any) -> dict[Path, Any]:
     specs = specs_of(spec)
     by_path = {}
     for path, _, _ in leaves_of(value) if specs else ():
-        above = [item for place, _, item in specs if path[: len(place)] == place]
+        above = [item for prefix, _, item in specs if path[: len(prefix)] == prefix]
         if above:
             by_path[path] = above[0]
     return by_path

@@ -88,9 +88,9 @@ def check_unchanged(captured: CapturedCalls, index: int, graph: PipelinedGraph, 
     known = any(graph is other for other in captured.graphs)
     same = known or any(_work(graph) == _work(other) for other in captured.graphs)
     inputs = ((graph.numbers, before.numbers, _same_number), (graph.tensors, before.tensors, _same_tensor))
-    for places, others, alike in inputs:
-        if len(places) == len(others):  # a graph for a single size has no inputs for sizes
-            same = same and all(map(alike, [arguments[p] for p in places], [arguments_now[p] for p in others]))
+    for positions, others, alike in inputs:
+        if len(positions) == len(others):  # a graph for a single size has no inputs for sizes
+            same = same and all(map(alike, [arguments[p] for p in positions], [arguments_now[p] for p in others]))
     if not same:
         raise RuntimeError(
             f"microbatch {index} does not compute what it did when the step began: the model keeps something in Python "
@@ -113,11 +113,11 @@ def _same_number(now: Any, then: Any) -> bool:
 
 def _work(graph: PipelinedGraph) -> list[Any]:
     """A key that is equal for graphs that compute the same; one may have more inputs, which it does not read."""
-    primals = {place: index for index, place in enumerate(primals_read((graph.main, graph.last)))}
+    primals = {position: index for index, position in enumerate(primals_read((graph.main, graph.last)))}
     works = []
     for variant, program in ((graph.pipeline.main, graph.main), (graph.pipeline.last, graph.last)):
-        gradients = [place for place, gradient in enumerate(program.gradients) if gradient.source is not None]
-        numbers = {"primal": primals, "sum": {place: index for index, place in enumerate(gradients)}}
+        gradients = [position for position, gradient in enumerate(program.gradients) if gradient.source is not None]
+        numbers = {"primal": primals, "sum": {position: index for index, position in enumerate(gradients)}}
         sources = {step: [_numbered(source, numbers) for source in code.inputs] for step, code in program.steps.items()}
         works.append(
             (
@@ -128,7 +128,7 @@ def _work(graph: PipelinedGraph) -> list[Any]:
                     (primals[gradient.primal], gradient.source)
                     for gradient in map(program.gradients.__getitem__, gradients)
                 ],
-                {place: primals[place_of_input] for place, place_of_input in program.mutations.items()},
+                {position: primals[input_position] for position, input_position in program.mutations.items()},
             )
         )
     return works

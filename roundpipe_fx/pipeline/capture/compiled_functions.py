@@ -68,7 +68,7 @@ def detached(value: Any) -> Any:
 def loss_output(graph: PipelinedGraph, loss_fn: Any) -> int:
     """Number of the output that is the loss."""
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__) if loss_fn is not None else "the model"
-    losses = [place for place in graph.main.tangents if place not in graph.main.mutations]
+    losses = [position for position in graph.main.tangents if position not in graph.main.mutations]
     if len(losses) > 1:
         raise ValueError(
             f"{name} returned {len(losses)} tensors that can be differentiated, and a step differentiates one: return "
@@ -79,13 +79,13 @@ def loss_output(graph: PipelinedGraph, loss_fn: Any) -> int:
             f"{name} returned no loss that can be differentiated: it must return a tensor that depends on parameters "
             "that require grad."
         )
-    (place,) = losses
-    shape = tuple(graph.outputs[place].shape)
+    (position,) = losses
+    shape = tuple(graph.outputs[position].shape)
     if shape:
         raise ValueError(
             f"{name} returned a loss of shape {shape}; it must be a single number, as from reduction='sum' or .sum()."
         )
-    return place
+    return position
 
 
 T = TypeVar("T")

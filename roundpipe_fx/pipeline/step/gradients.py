@@ -191,11 +191,11 @@ def gradients_of_loss(graph: PipelinedGraph, loss: int, primals: Sequence[Any], 
         weight: of its loss in that of the batch.
     """
     gradients = []
-    for place, traced, strided in zip(graph.main.tangents, graph.tangents, graph.strided, strict=True):
-        if place == loss:
+    for position, traced, strided in zip(graph.main.tangents, graph.tangents, graph.strided, strict=True):
+        if position == loss:
             gradients.append(torch.full((), weight, dtype=traced.dtype, device=traced.device))
         else:
-            like = Like.of(primals[graph.main.mutations[place]], traced)
+            like = Like.of(primals[graph.main.mutations[position]], traced)
             on_device = dataclasses.replace(like, device=traced.device)  # an offloaded model's lies on the host
             gradients.append(incoming_gradient(None, on_device, strided))
     return gradients

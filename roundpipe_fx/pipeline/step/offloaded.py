@@ -33,13 +33,13 @@ _NOT_PINNED = (
 )
 
 
-def placed(mode: Local, modules: Sequence[nn.Module], beside: Iterable[torch.Tensor] = ()) -> Local:
+def placed(mode: Local, modules: Sequence[nn.Module], extra: Iterable[torch.Tensor] = ()) -> Local:
     """The mode of a step: offloaded, if a model is on the host while its workers are not.
 
     Args:
         mode: that of the step before.
         modules: the model, and other modules with parameters and buffers.
-        beside: more tensors that move with the model.
+        extra: more tensors that move with the model.
 
     Raises:
         ValueError: part of the model is on the host and part of it elsewhere, or the workers are the host and the model
@@ -65,18 +65,18 @@ def placed(mode: Local, modules: Sequence[nn.Module], beside: Iterable[torch.Ten
         for module in modules
         for name, value in (*module.named_parameters(), *module.named_buffers())
     }
-    away = [name for name, value in named.values() if value.device.type != "cpu"]
+    elsewhere = [name for name, value in named.values() if value.device.type != "cpu"]
     on_host = [name for name, value in named.values() if value.device.type == "cpu"]
-    if away and not on_host:
+    if elsewhere and not on_host:
         return here
-    if away:
+    if elsewhere:
         raise ValueError(
-            f"{on_host[0]!r} lies on the CPU and {away[0]!r} does not: move the whole model to "
+            f"{on_host[0]!r} lies on the CPU and {elsewhere[0]!r} does not: move the whole model to "
             f"{str(devices[0])!r}, or all of it to the CPU, from where stages get what they need while they run."
         )
     model = known or Offloaded(devices)
     tensors = (part for _, value in named.values() for part in tensors_of(value))
-    model.tensors = {id(value): value for value in (*tensors, *beside)}
+    model.tensors = {id(value): value for value in (*tensors, *extra)}
     return model
 
 
@@ -91,13 +91,13 @@ def tensors_of(value: torch.Tensor) -> Iterator[torch.Tensor]:
     if inner:
         return
     yield value
-    beside = [getattr(value, "quant_state", None)]
-    for state in beside:
+    extra = [getattr(value, "quant_state", None)]
+    for state in extra:
         for part in () if state is None else vars(state).values():
             if isinstance(part, torch.Tensor):
                 yield part
             elif type(part) is type(state):
-                beside.append(part)
+                extra.append(part)
 
 
 class Offloaded(Local):

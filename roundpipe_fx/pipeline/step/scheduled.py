@@ -190,14 +190,16 @@ def kept_of(
     gaps_of_ranks: list[list[KeptGathered]] = []
     for rank, of_rank in enumerate(instructions):
         staying = [each for each in kept if each.device == rank]
-        places: list[int] = []
+        positions: list[int] = []
         if staying:
-            where = {action: place for place, action in enumerate(schedule.actions(rank))}
-            places = [where[instruction.action] for instruction in of_rank]
+            where = {action: position for position, action in enumerate(schedule.actions(rank))}
+            positions = [where[instruction.action] for instruction in of_rank]
         gaps_of_ranks.append(
             [
                 dataclasses.replace(
-                    each, dropped=bisect_left(places, each.dropped), regathered=bisect_left(places, each.regathered)
+                    each,
+                    dropped=bisect_left(positions, each.dropped),
+                    regathered=bisect_left(positions, each.regathered),
                 )
                 for each in staying
             ]

@@ -196,7 +196,7 @@ class Pipeline:
                 finished = self._run(captured, tangents, None, [], updates)
                 gather(finished.gradients, splits)
                 total = weighted_sum(
-                    [of_batch[place] for of_batch, place in zip(finished.outputs, losses, strict=True)], weights
+                    [of_batch[position] for of_batch, position in zip(finished.outputs, losses, strict=True)], weights
                 )
                 ready = receivers, captured.primals, finished.outputs, finished.gradients
                 if not hand_over:  # to the inputs as they were before the step updated them
@@ -372,9 +372,9 @@ class Pipeline:
     def _placed(self, inputs: Any, loss_fn: Any = None) -> Any:
         """Inputs where the graph is to run; notes whether the model is offloaded."""
         modules = [module for module in (self._model, loss_fn) if isinstance(module, nn.Module)]
-        beside = tensors_of_sums(self._model) if self._deferred else ()
+        extra = tensors_of_sums(self._model) if self._deferred else ()
         before = self._mode
-        self._mode = placed(before, modules, beside)
+        self._mode = placed(before, modules, extra)
         if before.offloaded != self._mode.offloaded:
             self.compiled = self._compiled()  # guards do not check where the model is
         return self._mode.to_device(inputs)
@@ -416,9 +416,9 @@ class Pipeline:
         outputs, kept = [], []
         count = len(captured.calls)
         updated = {
-            id(of_batch[place]): of_batch[place]
+            id(of_batch[position]): of_batch[position]
             for program, of_batch in zip(captured.programs, captured.primals, strict=True)
-            for place in program.mutations.values()
+            for position in program.mutations.values()
         }
         with self._mode.calling(updated):
             for index, (call, of_batch) in enumerate(zip(captured.calls, results, strict=True)):
@@ -426,7 +426,7 @@ class Pipeline:
                 with return_results(returned, functools.partial(check_unchanged, captured, index)):
                     output = call()
                 of_step = {} if differentiated is None else differentiated[index]
-                pairs = [(returned[place], result) for place, result in of_step.items()]
+                pairs = [(returned[position], result) for position, result in of_step.items()]
                 output, of_call = self._kept.replaced(captured.graphs[index], returned, pairs, output, count)
                 outputs.append(output)
                 kept.append(of_call)

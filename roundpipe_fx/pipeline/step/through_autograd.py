@@ -77,11 +77,11 @@ def through_autograd(
     receivers = receivers_of(captured.primals, splits, instead)
     flat = _PipelinedStep.apply(step, [*receivers], *(receiver.tensor for receiver in receivers.values()))
     alive.add(step, captured.graphs[0].pipeline.budget)
-    places = [program.tangents for program in captured.programs]
-    of_parts = _chunks(flat, [len(places_of) for places_of in places])
+    positions = [program.tangents for program in captured.programs]
+    of_parts = _chunks(flat, [len(tangents_of) for tangents_of in positions])
     outputs, step.outputs = step.outputs, []  # a result that the caller drops is not held until the backward
     return outputs, [
-        dict(zip(places_of, values, strict=True)) for places_of, values in zip(places, of_parts, strict=True)
+        dict(zip(tangents_of, values, strict=True)) for tangents_of, values in zip(positions, of_parts, strict=True)
     ]
 
 
@@ -109,15 +109,15 @@ class _StepFunction:
         self.outputs = finished.outputs
         self.values = finished.values
         self.likes = [
-            [Like.of(of_batch[place], fake) for place, fake in zip(program.tangents, graph.tangents, strict=True)]
+            [Like.of(of_batch[position], fake) for position, fake in zip(program.tangents, graph.tangents, strict=True)]
             for program, graph, of_batch in zip(
                 self.captured.programs, self.captured.graphs, finished.outputs, strict=True
             )
         ]
         mutated = {
-            id(primals[place])
+            id(primals[position])
             for program, primals in zip(self.captured.programs, self.captured.primals, strict=True)
-            for place in program.mutations.values()
+            for position in program.mutations.values()
         }
         read = [
             self.instead.get(id(value), value)
@@ -166,9 +166,9 @@ class _PipelinedStep(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         step.forward()
         return tuple(
-            of_batch[place].detach()
+            of_batch[position].detach()
             for program, of_batch in zip(step.captured.programs, step.outputs, strict=True)
-            for place in program.tangents
+            for position in program.tangents
         )
 
     @staticmethod

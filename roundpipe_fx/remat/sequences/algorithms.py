@@ -47,7 +47,7 @@ def persistent(chain: Chain, limit: int, slots: int = 500) -> Sequence:
     counted = chain.in_slots(slot)
     memory = int(limit / slot) - counted.boundary[0]
     if memory > 0:
-        solution = solve_chain(_for_planner(counted), memory, memory, places=None)
+        solution = solve_chain(_for_planner(counted), memory, memory, max_ends=None)
         if np.isfinite(solution.seconds[memory]):
             operations = _operations(solution.decisions(memory), chain.length)
             return Sequence(tuple(operations), "persistent", limit)

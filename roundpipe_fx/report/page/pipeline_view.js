@@ -64,7 +64,7 @@ function pipelineView(data) {
   const section = element("section", { "aria-label": "Pipeline" },
     element("p", { class: "note" }, `${countText(pipeline.microbatches, "microbatch").replace("microbatchs", "microbatches")} by schedule ${pipeline.schedule} on ${countText(pipeline.devices.length, "device")}`
       + `; a step takes ${millisecondsText(pipeline.makespan)} modelled, of which the devices wait ${(100 * pipeline.bubble).toFixed(1)} %`
-      + (pipeline.brought_bytes ? `; ${bytesText(pipeline.brought_bytes)} of the model are copied to the devices` : "")
+      + (pipeline.host_to_device_bytes ? `; ${bytesText(pipeline.host_to_device_bytes)} of the model are copied to the devices` : "")
       + (pipeline.sent_values ? `; ${countText(pipeline.sent_values, "value")} (${bytesText(pipeline.sent_bytes)}) leave for the host and come back` : "") + "."),
     element("div", { class: "split" },
       element("div", { class: "block" }, devices.box, charts.map(({ title, chart }) => [element("h2", {}, title), chart.box]),

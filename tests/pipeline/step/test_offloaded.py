@@ -32,7 +32,7 @@ def _trained(name: str, devices: Sequence[str], microbatches: int, **options) ->
     for _ in range(2):
         loss = compiled.forward_backward(**inputs)
     plan = compiled.plan.pipeline
-    assert plan is not None and (plan.brought_bytes > 0) == (step.placed is not placed)
+    assert plan is not None and (plan.host_to_device_bytes > 0) == (step.placed is not placed)
     return left_behind(model, loss)
 
 
@@ -72,7 +72,7 @@ def test_workers_have_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> Non
     x, y = batch_of(16, 32)
     compiled = roundpipe_fx.compile(model, devices=["cpu"], num_microbatches=2, memory_budget=0.0)
     compiled.forward_backward(x, labels=y, loss_fn=squares)
-    assert not present and brought == compiled.plan.pipeline.brought_bytes
+    assert not present and brought == compiled.plan.pipeline.host_to_device_bytes
     assert most < sum(parameter.nbytes for parameter in model.parameters()) * 0.6
     assert "the model is on the host: a step copies" in str(compiled.plan)
     assert roundpipe_fx.Plan.from_json(compiled.plan.to_json()).pipeline == compiled.plan.pipeline

@@ -19,26 +19,26 @@ import numpy as np
 from roundpipe_fx.schedules.timetable import Schedule
 
 
-class Places:
+class ActionPositions:
     """Positions at which stage actions run in each device's order, by microbatch."""
 
     def __init__(self, schedule: Schedule, codes: Sequence[np.ndarray]) -> None:
         self._at: list[dict[int, np.ndarray]] = []
         count = max(schedule.microbatches, 1)
         for order, codes_of_device in zip(schedule.orders, codes, strict=True):
-            places_of_code: dict[int, np.ndarray] = {}
-            self._at.append(places_of_code)
+            positions_of_code: dict[int, np.ndarray] = {}
+            self._at.append(positions_of_code)
             if not len(codes_of_device):
                 continue
             sorting = np.argsort(codes_of_device, kind="stable")
             values, starts = np.unique(codes_of_device[sorting], return_index=True)
-            for value, places in zip(values.tolist(), np.split(sorting, starts[1:]), strict=True):
+            for value, positions in zip(values.tolist(), np.split(sorting, starts[1:]), strict=True):
                 at = np.full(count, -1, dtype=np.int64)
-                at[order[places, 2]] = places
-                places_of_code[value] = at
+                at[order[positions, 2]] = positions
+                positions_of_code[value] = at
         self._devices: dict[int, list[int]] = {}
-        for device, places_of_code in enumerate(self._at):
-            for step in places_of_code:
+        for device, positions_of_code in enumerate(self._at):
+            for step in positions_of_code:
                 self._devices.setdefault(step, []).append(device)
 
     def devices(self, step: int) -> list[int]:
@@ -47,12 +47,12 @@ class Places:
 
     def of(self, step: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """For each device that runs a stage action: the device, the positions, and their microbatches."""
-        places = []
+        positions = []
         for device in self.devices(step):
             at = self._at[device][step]
             batches = np.flatnonzero(at >= 0)
-            places.append((device, at[batches], batches))
-        return places
+            positions.append((device, at[batches], batches))
+        return positions
 
     def where(self, step: int, microbatch: int) -> tuple[int, int]:
         """The device and the position at which a stage action runs for a microbatch."""
@@ -85,7 +85,11 @@ class Places:
 
 
 def vector_clocks(
-    schedule: Schedule, codes: Sequence[np.ndarray], waves: Sequence[np.ndarray], reads: np.ndarray, places: Places
+    schedule: Schedule,
+    codes: Sequence[np.ndarray],
+    waves: Sequence[np.ndarray],
+    reads: np.ndarray,
+    positions: ActionPositions,
 ) -> list[np.ndarray]:
     """For each device and each of its actions, the number of actions of every device that must be over when it ends.
 
@@ -94,7 +98,7 @@ def vector_clocks(
         codes: for each device, the number of each action's stage action.
         waves: for each device, a number for each action that is greater than those of all that it waits for.
         reads: for each stage action, the numbers of those that it reads; padded with -1.
-        places: where stage actions run.
+        positions: where stage actions run.
     """
     clocks = [np.zeros((len(of_device), len(codes)), dtype=np.int64) for of_device in codes]
     # By waves, whatever an action waits for has its clock already.
@@ -108,7 +112,7 @@ def vector_clocks(
         batch = int(schedule.orders[device][at, 2])
         for source in reads[codes[device][at]].tolist():
             if source >= 0:
-                maker, place = places.where(source, batch)
-                np.maximum(clock, clocks[maker][place], out=clock)
+                maker, position = positions.where(source, batch)
+                np.maximum(clock, clocks[maker][position], out=clock)
         clock[device] = at + 1
     return clocks

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class BesideGraphs:
+class WrapperMemory:
     """Allocations of FSDP2 and DDP beside the graphs of a model.
 
     Attributes:
@@ -39,7 +39,7 @@ class BesideGraphs:
     buckets: int = 0
 
 
-def beside_graphs_of(models: Iterable[nn.Module]) -> BesideGraphs:
+def wrapper_memory_of(models: Iterable[nn.Module]) -> WrapperMemory:
     """Find the allocations of FSDP2 and DDP beside the graphs of models, and the DDP whose forward is running."""
     gathered = parts = buckets = 0
     for model in models:
@@ -47,7 +47,7 @@ def beside_graphs_of(models: Iterable[nn.Module]) -> BesideGraphs:
         parts += len(torch_private.parts_sharded_alone(model))
         parallel = torch_private.as_data_parallel(model)
         buckets += torch_private.bucket_bytes(parallel) if parallel is not None else 0
-    return BesideGraphs(gathered, parts + 1 if parts else 0, buckets or torch_private.active_bucket_bytes())
+    return WrapperMemory(gathered, parts + 1 if parts else 0, buckets or torch_private.active_bucket_bytes())
 
 
 @contextlib.contextmanager
@@ -63,8 +63,8 @@ def parameters_gathered(model: nn.Module | None) -> Iterator[None]:
         model.reshard()
 
 
-def within_the_rest(
-    beside: BesideGraphs,
+def compile_within_remaining_budget(
+    wrapper_memory: WrapperMemory,
     options: Options,
     on_plan: Callable[[Plan], None],
     compile_within: Callable[[Options, Callable[[Plan], None]], T],
@@ -72,7 +72,7 @@ def within_the_rest(
     """Compile within what others leave of a budget.
 
     Args:
-        beside: what they allocate.
+        wrapper_memory: what they allocate.
         options: the user's.
         on_plan: called with each plan that is made.
         compile_within: compiles with other options, and calls another ``on_plan``.
@@ -80,15 +80,15 @@ def within_the_rest(
     Raises:
         InfeasibleBudgetError: the budget is below what both need at the least, which it names.
     """
-    gathered, budget = beside.gathered, options.memory_budget
+    gathered, budget = wrapper_memory.gathered, options.memory_budget
     if isinstance(budget, int):
         options = dataclasses.replace(options, memory_budget=max(1, budget - gathered))
 
     def tell(plan: Plan) -> None:
-        on_plan(dataclasses.replace(plan, gathered_bytes=gathered, bucket_bytes=beside.buckets))
+        on_plan(dataclasses.replace(plan, gathered_bytes=gathered, bucket_bytes=wrapper_memory.buckets))
 
     try:
-        return compile_within(options, tell if gathered or beside.buckets else on_plan)
+        return compile_within(options, tell if gathered or wrapper_memory.buckets else on_plan)
     except InfeasibleBudgetError as error:
         if not gathered or not isinstance(budget, int):
             raise
