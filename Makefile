@@ -44,6 +44,7 @@ format: $(READY)
 bench: $(READY)  ## side by side with peers; one table a benchmark
 	$(BIN)/python -W ignore -m benchmarks.run_all
 
+docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(READY)  ## the documentation as a site, in site/; a broken link is an error, which --quiet would hide
 	$(BIN)/mkdocs build --strict
 

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import nbclient
+import nbformat
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -205,6 +207,25 @@ def test_pipeline(tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", output)]
     assert len(losses) == 3 and losses == sorted(losses, reverse=True)
     assert "2 devices" in output and (tmp_path / "timeline.json").exists()
+
+
+@pytest.mark.long
+def test_first_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notebook runs in a kernel of its own, and shows a plan, a picture and a comparison."""
+    monkeypatch.setenv("ROUNDPIPE_FX_VERIFY", "0")
+    notebook = nbformat.read(ROOT / "examples/first_plan.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs for cell in cells)  # what a run prints is not stored
+    folder = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=folder).execute()
+    printed = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
+    assert "roundpipe_fx plan: 6 stages" in printed and "gradients have the same bits: True" in printed
+    (measured, allowed) = re.findall(r"([0-9,]+) bytes measured, ([0-9,]+) allowed", printed)[0]
+    assert int(measured.replace(",", "")) <= int(allowed.replace(",", ""))
+    peaks = {name: int(size.replace(",", "")) for name, size in re.findall(r"^(\S+) +([0-9,]+) bytes$", printed, re.M)}
+    assert peaks["roundpipe_fx"] < peaks["torch.compile"] and peaks["roundpipe_fx"] < peaks["eager"]
 
 
 @pytest.mark.long

@@ -366,6 +366,8 @@ class Decisions:
             in ``pipeline.offloaded``.)
         pipeline: how a step is pipelined, if it is; the rest of the plan is then that of one microbatch.
         model: memory of the device beside the step, where it was planned for one that is not there.
+        options: options that differ from their defaults, the device and the stage compiler, as text. They are no
+            decisions: plans that were asked for differently may be equal.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -385,6 +387,7 @@ class Decisions:
     on_host: tuple[str, ...] = ()
     pipeline: PlannedPipeline | None = None
     model: ModelMemory | None = None
+    options: Mapping[str, str] = field(compare=False, default_factory=dict)
 
     @property
     def host_bytes(self) -> int:

@@ -32,7 +32,8 @@ class Inductor:
 StageCompiler = Literal["eager"] | Inductor | Callable[..., Any]
 
 _RECOMPUTE = ("none", "full")
-_NOT_OF_THE_USER = ("device_name", "rotor", "following")
+INTERNAL_OPTIONS = ("device_name", "rotor", "following")
+"""Fields of the options that no user sets."""
 _TILING = ("auto", "never")
 _COSTS = ("roofline", "measured")
 _OUTPUTS = ("auto", "held", "dropped")
@@ -129,7 +130,7 @@ class Options:
             ValueError: an option or a value is unknown; the message lists the valid ones.
             TypeError: a value has the wrong type.
         """
-        known = [field.name for field in fields(cls) if field.name not in _NOT_OF_THE_USER]
+        known = [field.name for field in fields(cls) if field.name not in INTERNAL_OPTIONS]
         for name in options:
             if name not in known:
                 raise ValueError(f"unknown option {name!r}.{meant(name, known)} Valid options: {', '.join(known)}.")

@@ -35,7 +35,7 @@ def issue_report(plan: Plan | None = None) -> dict[str, Any]:
     """
     report: dict[str, Any] = {"versions": _versions(), "machine": _machine(), "settings": _settings()}
     if plan is not None:
-        report["plan"] = _figures(plan)
+        report |= {"options": dict(plan.options), "plan": _figures(plan)}
     return report
 
 

@@ -33,6 +33,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, modu
 from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.report.plan_details import EmittedStep, emitted_lines
+from roundpipe_fx.report.plan_options import options_as_text
 from roundpipe_fx.torch_private import module_path_text
 
 
@@ -63,6 +64,7 @@ def plan_of(lowered: Lowered) -> Plan:
         read_in_tiles=setting.read_in_tiles,
         tiles=planned_tiles(joint),
         dropped_bytes=output_bytes(joint, joint.dropped),
+        options=options_as_text(setting),
     )
 
 

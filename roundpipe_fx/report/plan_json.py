@@ -23,7 +23,7 @@ from roundpipe_fx.ir.decisions import (
 )
 from roundpipe_fx.report.plan_details import PlanDetails, details_as_data, details_from_data
 
-_FORMAT = "roundpipe_fx plan 11"
+_FORMAT = "roundpipe_fx plan 12"
 
 
 def json_of_plan(plan: Decisions, plan_details: PlanDetails) -> str:

@@ -15,13 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import roundpipe_fx
 from roundpipe_fx.analysis.cost import DEVICES
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
 from roundpipe_fx.command_line import commands
 from roundpipe_fx.command_line.largest_batch import largest_batch
 from roundpipe_fx.command_line.main import main
 from roundpipe_fx.command_line.model_of import named_model
+from roundpipe_fx.report.issue_report import issue_report
 from roundpipe_fx.report.plan import Plan
 
 _MLP = "tests.command_line.models:mlp"
@@ -151,6 +154,8 @@ def test_a_report_has_figures_and_no_names(stored: Path, capsys: pytest.CaptureF
     found = _json(capsys, "report", str(stored))
     assert isinstance(found, dict)
     assert found["versions"]["torch"] == torch.__version__ and found["machine"]["cores"] == os.cpu_count()
+    assert found["options"] == plan.options
+    assert {"device", "memory_budget", "stage_compiler"} <= found["options"].keys()
     assert found["plan"]["peak bytes"] == plan.peak_bytes and found["plan"]["stages"] == len(plan.stages)
     assert main(["report", str(stored)]) == 0
     text = capsys.readouterr().out
@@ -159,6 +164,18 @@ def test_a_report_has_figures_and_no_names(stored: Path, capsys: pytest.CaptureF
     private = {name for name in names if len(name) > 1} | {platform.node(), str(Path.home()), "models.py"}
     assert not [name for name in private if name in text]
     assert main(["report"]) == 0 and "**plan**" not in capsys.readouterr().out
+
+
+def test_options_of_a_report_tell_nothing_private() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    compiled = roundpipe_fx.compile(model, stages=["2"], passes=lambda passes: passes, memory_budget="1MiB")
+    plan = compiled.trace(torch.ones(2, 4))
+    options = issue_report(plan)["options"]
+    expected = {"stages": "1 given", "passes": "a function", "memory_budget": str(2**20)}
+    assert options == expected | {"device": "cpu", "stage_compiler": "eager"}
+    assert Plan.from_json(plan.to_json()).options == options
+    named = roundpipe_fx.plan(model, torch.ones(2, 4), device="RTX 4090").options
+    assert named["device"] == "RTX 4090, planned for"
 
 
 def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
