@@ -28,7 +28,6 @@ class HostMemory:
     """Bytes on the host.
 
     Attributes:
-        weights: parameters and buffers.
         gradients: the parameters' gradients, each part of one that is computed in several residency windows for itself.
         values: buffers for values that leave the devices.
         optimizer: state of the optimizer, and copies of parameters that it steps in their place.
@@ -48,11 +47,6 @@ class HostMemory:
 def host_memory_of(pipeline: LoweredPipeline, timing: Timing, pipelining: Pipelining) -> HostMemory:
     """The host memory that a step needs; nothing if it is not beside the devices. Of processes: of the one that needs
     most.
-
-    Args:
-        pipeline: the lowered pipeline.
-        timing: of its schedule.
-        pipelining: the user's.
     """
     costs, setting = pipeline.main.costs, pipeline.main.lowered.setting
     if costs.host_bandwidth is None:
@@ -73,7 +67,6 @@ def host_budget_of(pipeline: LoweredPipeline, pipelining: Pipelining) -> int | N
 
     Args:
         pipeline: any lowered pipeline of the model.
-        pipelining: the user's.
 
     Returns:
         the bytes; ``None``: no limit, since the step is planned for another machine.
@@ -95,7 +88,6 @@ def check_host_memory(needed: HostMemory, budget: int | None) -> None:
     """Refuse a step that needs more than a budget on the host.
 
     Args:
-        needed: what it needs.
         budget: bytes; ``None``: there is no limit.
 
     Raises:

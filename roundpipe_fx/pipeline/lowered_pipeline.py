@@ -33,7 +33,6 @@ class Variant:
     Attributes:
         lowered: plan, programs and stage modules.
         steps: the stage modules as steps.
-        costs: of the steps.
     """
 
     lowered: Lowered
@@ -83,13 +82,13 @@ class LoweredPipeline:
 
         Args:
             graph: the steps of a microbatch; that of ``main`` unless microbatches differ.
-            microbatches: how many.
 
         Raises:
             InvalidScheduleError: the schedule does not fit; the message names the action.
         """
         devices = self.pipelining.workers
         made = make_schedule(self.structure.schedule, graph, self.main.costs, devices, microbatches)
+        # The schedule may be a user's function, so it is checked before anything is planned with it.
         validate(made, graph, microbatches, devices)
         return made.halves() if self.forwards_before_backwards else made
 
@@ -107,11 +106,11 @@ class LoweredPipeline:
         """The values that leave for the host under a schedule.
 
         Args:
-            schedule: the schedule.
-            graph: its steps.
             others: costs of microbatches of another size, by index.
         """
         costs, rule = self.main.costs, self.offload
+        # Without a rule of the planner, only values leave that the user asked to be on the host: no limit of bytes, and
+        # copies beside one action.
         if rule is None:
             if costs.host_bandwidth is None or not costs.wanted_on_host:
                 return []
@@ -120,11 +119,7 @@ class LoweredPipeline:
         return offloads_within(timing, costs, others or {}, rule)
 
     def bytes_between_steps(self, schedule: Schedule) -> tuple[list[int], list[int]]:
-        """For each device, bytes of its parameters and buffers, and of the optimizer's state.
-
-        Args:
-            schedule: the schedule.
-        """
+        """For each device, bytes of its parameters and buffers, and of the optimizer's state."""
         costs, share = self.main.costs, self.pipelining.optimizer_share
         trained = weights_of_devices(schedule, costs, trained=True)
         return weights_of_devices(schedule, costs), [int(share * size) for size in trained]
@@ -135,12 +130,11 @@ class LoweredPipeline:
         """The sharded parameters that stay gathered under a schedule: as many as the budget has room for.
 
         Args:
-            schedule: the schedule.
-            graph: its steps.
             others: costs of microbatches of another size, by index.
         """
         if self.budget is None or self.main.costs.sharded is None:
             return []
+        # What stays gathered is chosen by the bytes of a run in which nothing does.
         timing = simulate_time(schedule, graph, self.main.costs, others)
         return choose_kept(gaps(schedule, self.main.costs), timing.action_bytes, self.budget)
 
@@ -167,6 +161,8 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
     remote = [number for number, device in copied if device != setting.device]
     costs = step_costs(lowered, steps, setting.costs.transfer_seconds, granularity, remote)
     if has_host(setting, pipelining):
+        # Each flag adds a resource to the simulation: a link to the host, weights on the host, messages between
+        # processes, a network of nodes, replicas.
         costs = dataclasses.replace(costs, host_bandwidth=pipelining.host_bandwidth(setting.costs.host))
     if pipelining.offloaded:
         costs = dataclasses.replace(costs, on_host=lowered.parameters)
@@ -210,6 +206,7 @@ def _transport_bytes(steps: Steps, costs: StepCosts, setting: Setting, pipelinin
         for parameter, size in gradients.items():
             stages.setdefault(parameter, set()).add(stage)
             sizes[parameter] = size
+    # A parameter that several stages read is summed by the rank of the first one, and its bytes belong there.
     for parameter, of_parameter in stages.items():
         of_stage.setdefault(min(of_parameter), []).append(sizes[parameter])
     everywhere = setting.context.rounds is not None  # a stage runs on all ranks
@@ -219,9 +216,12 @@ def _transport_bytes(steps: Steps, costs: StepCosts, setting: Setting, pipelinin
     if costs.sharded is not None:
         averaged = copied_bytes(costs, costs.sharded)
     elif pipelining.replicas > 1:
+        # Averaging: a tensor that is as large as a group travels alone. Small ones are copied into a flat buffer of at
+        # most TOGETHER_BYTES.
         alone = max(sizes.values(), default=0)
         grouped = max((min(sum(of_one), TOGETHER_BYTES) for of_one in of_stage.values()), default=0)
         averaged = max(alone, grouped) + sum(aligned_bytes(size) - size for size in sizes.values())
     drawn = _GENERATOR_BYTES if steps.draws and setting.device.type == "cpu" else 0
     states = (pipelining.microbatches + _EXTRA_STATES) * drawn
+    # Two of the largest: another rank's gradient, and the sum, beside this rank's own.
     return 2 * largest + averaged + states + pipelining.microbatches * _LOSS_BYTES

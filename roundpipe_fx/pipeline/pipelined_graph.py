@@ -37,7 +37,6 @@ class PipelinedGraph:
     """The compiled programs for microbatches of one shape.
 
     Attributes:
-        pipeline: the lowered pipeline.
         main: what most microbatches run.
         last: what the last one runs.
         outputs: fake values of the forward's results, by number.
@@ -65,7 +64,6 @@ def with_optimizer(plan: D, pipelining: Pipelining) -> D:
     """A plan that was made before the optimizer was known; it is counted now.
 
     Args:
-        plan: the plan.
         pipelining: the user's, with the optimizer.
 
     Raises:
@@ -76,7 +74,11 @@ def with_optimizer(plan: D, pipelining: Pipelining) -> D:
         return plan
     memory = pipelining.optimizer
     needed = HostMemory(
-        pipeline.host_weight_bytes, pipeline.host_gradient_bytes, pipeline.host_value_bytes, memory.bytes
+        # The optimizer's state was a guess when the plan was made; now that it exists, the host has to hold it too.
+        pipeline.host_weight_bytes,
+        pipeline.host_gradient_bytes,
+        pipeline.host_value_bytes,
+        memory.bytes,
     )
     if memory.bytes > memory.allocated:
         check_host_memory(needed, host_budget_for(pipeline.host_weight_bytes, pipelining))
@@ -101,7 +103,6 @@ def pipelined_graph(
     """Compile the stage modules of a lowered pipeline.
 
     Args:
-        pipeline: the lowered pipeline.
         differentiated: the output that each tangent is the gradient of.
         loss_reduction: how the losses of microbatches become the batch's.
         seen: callbacks for what steps show; ``None``: there are none.
@@ -110,6 +111,8 @@ def pipelined_graph(
     lowered = pipeline.main.lowered
     main = _program(pipeline.main, differentiated, cache, seen)
     last = main
+    # checkpoint="except_last": the last microbatch, whose backward follows at once, recomputes nothing and has programs
+    # of its own.
     if pipeline.last is not pipeline.main:
         last = _program(pipeline.last, differentiated, cache, seen)
     results = lowered.forward.results[: lowered.forward.outputs]
@@ -160,6 +163,7 @@ def _tangents(lowered: Lowered) -> list[fx.Node]:
         return []
     returned = {node for node in lowered.forward.results if isinstance(node, fx.Node)}
     inputs = lowered.backward.inputs
+    # A dynamic number may arrive as a Python number or as a tensor on the CPU without dimensions.
     tangents = [node for node in inputs if node not in returned and is_tensor(node) and not is_sum(node)]
     return [node for node in tangents if not is_effect_token(node)]
 
@@ -171,6 +175,8 @@ def _program(
     seen: Seen | None,
 ) -> PipelineProgram:
     lowered = variant.lowered
+    # Every node that a step reads has one source: an input of the graph, an incoming gradient, an effect's token, a
+    # running sum, or another step's output. Later lines take precedence.
     numbers = {node: index for index, node in enumerate(variant.steps.maker)}
     known = {node: Source("value", number) for node, number in numbers.items()}
     known |= {node: Source("primal", position) for position, node in enumerate(lowered.forward.inputs)}
@@ -181,6 +187,8 @@ def _program(
         node: Source("token", 0) for node in backward_inputs if node.op == "placeholder" and is_effect_token(node)
     }
     backward = lowered.backward.results if lowered.backward is not None else ()
+    # `add_to(add_to(sum, g1), g2)` is one running sum: the placeholder at the bottom of the chain is what the backward
+    # gets for it.
     known |= {
         _sum_before(node): Source("sum", number)
         for number, node in enumerate(backward)
@@ -188,12 +196,15 @@ def _program(
     }
 
     def code(step: StageAction, module: StageModule) -> StepCode:
+        # Stage modules with equal fingerprints (twelve equal transformer blocks) are compiled once.
         if module.fingerprint not in cache:
             see_workspace = seen.workspace if seen is not None else None
             cache[module.fingerprint] = _Compiled(module.module, lowered.stage_compiler, see_workspace)
         compiled = cache[module.fingerprint]
+        # Sizes that depend on data are observed in the forward; the backward reads the same values.
         see = size_observer(module.outputs, seen.size) if seen is not None and step[0] is ActionKind.FORWARD else None
         inputs = tuple(known[node] for node in module.inputs)
+        # Views of inputs that come from other stages: the input itself has to stay alive as long as they do.
         bases = {viewed(node) for node in module.inputs if node not in outside} & outside
         outputs = tuple(numbers[node] for node in module.outputs)
         return StepCode(
@@ -246,12 +257,15 @@ class _Compiled:
 
     def elsewhere(self, device: torch.device) -> Boxed:
         """The same on another device."""
+        # Inductor's caches and global settings are not safe between threads, and every worker may ask.
         with COMPILING:
             if device not in self._elsewhere:
                 self._elsewhere[device] = self._compile(moved(self._module, device))
             return self._elsewhere[device]
 
     def _compile(self, module: fx.GraphModule) -> Boxed:
+        # Eager stages draw from the microbatch's own stream, operation by operation. Compiled ones draw inside a
+        # kernel, so the stream is entered around the whole module.
         if self._compiler == "eager":
             drawing = random_streams.with_streams(module) if self.random else module
             profiled = drawing if self._see_workspace is None else profile_operators(drawing, self._see_workspace)
@@ -264,6 +278,7 @@ def union(graphs: Sequence[StageGraph]) -> StageGraph:
     """All steps of several graphs, each reading everything that it reads in any of them."""
     reads: dict[StageAction, tuple[StageAction, ...]] = {}
     carried: dict[StageAction, tuple[StageAction, ...]] = {}
+    # A step that some microbatches lack (no gradient for a single row) is part of the schedule all the same.
     for graph in graphs:
         for all_of, sources_of in ((reads, graph.reads), (carried, graph.carried)):
             for step, sources in sources_of.items():

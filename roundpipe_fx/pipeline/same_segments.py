@@ -30,6 +30,8 @@ def segment_starts(joint: JointGraph) -> tuple[OperationKey | None, ...]:
     firsts: dict[int, OperationKey] = {}
     forward = joint.in_phase(Phase.FORWARD)
     for operation, node, _ in _operations(forward):
+        # The first operation of each segment is its name in other graphs: ("aten.mm.default", 7) is the eighth matrix
+        # product.
         firsts.setdefault(node.meta[Mark.SEGMENT], operation)
     last = max((node.meta[Mark.SEGMENT] for node in forward), default=0)
     return tuple(firsts.get(segment) for segment in range(1, last + 1))
@@ -53,12 +55,14 @@ def starts_like(joint: JointGraph, starts: Sequence[OperationKey | None]) -> lis
     if not all(start in positions for start in known):
         return None
     starts_here = [0]
+    # Invariant: `starts_here` ascends, and no segment is empty.
     for boundary in sorted(positions[start] for start in known):
         # Views and computations of sizes belong to what follows, unless nothing else comes before.
         position = boundary
         while position > starts_here[-1] and not _makes_memory(forward[position - 1]):
             position -= 1
         position = position if position > starts_here[-1] else max(boundary, starts_here[-1] + 1)
+        # Results of one operation (the items of a tuple) stay in the segment of the operation.
         while position < len(forward) and tuples[position - 1]:
             position += 1
         if position >= len(forward):
@@ -89,6 +93,8 @@ def same_boundaries(
         return None
     positions = {key: position for position, key in enumerate(ours, 1)} | {None: None}
     boundaries_here = {0: 0, len(theirs) + 1: segments}
+    # Each boundary goes to the nearest free one: at least one segment after the previous boundary, and enough segments
+    # left for those that follow.
     for number, boundary in enumerate(wanted):
         near = positions.get(theirs[boundary - 1])
         if near is None:

@@ -27,7 +27,6 @@ class Structure:
     """The cuts of a graph: microbatches of another shape in the same step are cut alike.
 
     Attributes:
-        schedule: its specification.
         segments: how many there were.
         cut: RoundPipe's slots, or the first segment of each stage.
         starts: the first operation of each segment but the first.

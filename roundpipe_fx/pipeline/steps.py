@@ -36,7 +36,6 @@ class Steps:
 
     Attributes:
         modules: the stage module of each step, in an order in which they can run.
-        graph: who reads whom.
         maker: the step that computes a value of the joint graph.
         draws: the steps that draw random numbers, in order.
     """
@@ -50,6 +49,8 @@ class Steps:
 def steps_of(lowered: Lowered) -> Steps:
     """The steps of a lowered graph."""
     calls = [*lowered.forward.calls, *(lowered.backward.calls if lowered.backward is not None else ())]
+    # ZB-H1 and the like: the backward is split into one for inputs, which the previous stage waits for, and one for
+    # weights.
     split = any(call.phase is Phase.WEIGHT for call in calls)
     kinds = {
         Phase.FORWARD: ActionKind.FORWARD,
@@ -59,6 +60,8 @@ def steps_of(lowered: Lowered) -> Steps:
     }
     modules: dict[StageAction, StageModule] = {(kinds[call.phase], call.stage): call for call in calls}
     maker = {node: step for step, call in modules.items() for node in call.outputs}
+    # A step reads another if one of its inputs is the other's output. `dict.fromkeys` keeps the order of the inputs, so
+    # schedules do not depend on hashes.
     reads = {
         step: tuple(dict.fromkeys(maker[node] for node in call.inputs if node in maker))
         for step, call in modules.items()
@@ -75,6 +78,8 @@ def _carried(
     lowered: Lowered, modules: Mapping[StageAction, StageModule], maker: Mapping[fx.Node, StageAction]
 ) -> dict[StageAction, tuple[StageAction, ...]]:
     """For each step, those that computed, for the previous microbatch, the new value of an input that it reads."""
+    # An input that a microbatch updates (a running mean) is an edge from microbatch b to b + 1: its writer runs before
+    # every reader of the next one.
     writers = {lowered.forward.inputs[i]: maker.get(lowered.forward.results[o]) for o, i in lowered.updates.items()}
     carried: dict[StageAction, tuple[StageAction, ...]] = {}
     for step, module in modules.items():
@@ -99,14 +104,13 @@ def step_costs(
     """Modelled seconds and bytes of each step, for one microbatch.
 
     Args:
-        lowered: the lowered graph.
-        steps: its steps.
         transfer_seconds: returns the seconds of sending a number of bytes to another device.
         granularity: bytes that the device's allocator rounds sizes up to.
         remote: numbers of the devices that get copies of the caller's tensors.
     """
     positions = {node: position for position, node in enumerate(lowered.forward.inputs)}
     kinds = {value.device.type for node in lowered.forward.inputs for value in tensor_values(node)}
+    # Copies are counted for the accelerator's tensors; where there is none, everything is on the CPU.
     kind = next(iter(kinds - {"cpu"}), "cpu")
     phases = {step: (module.stage, module.phase) for step, module in steps.modules.items()}
     sent_bytes: dict[tuple[StageAction, StageAction], int] = {}
@@ -126,6 +130,8 @@ def step_costs(
     calls = {call.name: call for call in simulated}
     of_step = {step: calls[module.name] for step, module in steps.modules.items()}
     first_peaks = {step: call.first_peak for step, call in of_step.items()}
+    # Inductor adds gradients to sums that exist from the start, so its first microbatch needs room for the zeros as
+    # well.
     if lowered.stage_compiler != "eager":  # sums begin with zeros there
         first_peaks = {step: call.peak + sum(call.gradients.values()) for step, call in of_step.items()}
     step_of = {module.name: step for step, module in steps.modules.items()}
@@ -162,13 +168,13 @@ def _held(held: Sequence[HeldBytes], steps: Steps, step_of: Mapping[str, StageAc
     """Values that outlive their stage action; those with the same maker and readers that may be offloaded are one.
 
     Args:
-        held: of each call.
-        steps: the steps.
         step_of: the step of each stage module, by name.
         kind: type of the device.
     """
     numbers = {node: number for number, node in enumerate(steps.maker)}
     alike: dict[tuple[StageAction, tuple[StageAction, ...], bool, bool, bool], list[tuple[int, int]]] = {}
+    # Values with equal makers and readers live equally long, so they are one `Held`: fewer intervals to simulate, and
+    # exactly the same peak.
     for value in held:
         maker, readers = step_of[value.maker], tuple(step_of[name] for name in value.readers)
         node = None if value.result is None else steps.modules[maker].outputs[value.result]
@@ -196,9 +202,12 @@ def _merged_bytes(lowered: Lowered, granularity: int) -> int:
         if not isinstance(node, fx.Node) or not is_tensor(node) or not node.meta["val"].dim():
             continue
         base, value = viewed(node), node.meta["val"]
+        # Merging copies outputs that are parts of no common memory. Views of inputs that get no gradient are returned
+        # as they are and cost nothing.
         if base in primals and (node is base or base in joint.parameters or base not in differentiated):
             continue
         for storage in storages(node):
+            # A view of an input has no memory of its own to free, so its whole copy counts.
             parts[storage] = 0 if base in primals else tensor_bytes([value])
             size = math.prod(map(size_hint, value.shape)) * value.dtype.itemsize
             copies[storage] = copies.get(storage, 0) + -(-size // granularity) * granularity
@@ -222,8 +231,6 @@ def sharded_costs(lowered: Lowered, steps: Steps, replicas: int) -> ShardedCosts
     elements of a floating point type are counted as parameters.
 
     Args:
-        lowered: the lowered graph.
-        steps: its steps.
         replicas: how many share out each parameter.
     """
     updated = set(lowered.updates.values())
@@ -248,7 +255,6 @@ def copied_bytes(costs: StepCosts, sharded: ShardedCosts) -> int:
 
     Args:
         costs: of the stage actions.
-        sharded: of the parameters.
     """
     stages: dict[int, set[int]] = {}
     sizes = dict(sharded.whole_bytes)
@@ -260,12 +266,18 @@ def copied_bytes(costs: StepCosts, sharded: ShardedCosts) -> int:
             stages.setdefault(stage, set()).add(number)
             if gradients[number] < sharded.whole_bytes[number]:
                 padded = max(padded, sharded.whole_bytes[number])
+                # A rank keeps its own rows of this gradient: the whole one is padded to a multiple of the replicas only
+                # while it is reduced.
                 sizes[number] = gradients[number]
     together = 0
+    # Small tensors travel as one message: the stage with most of them decides how large the buffers are. Large ones
+    # travel alone, one after another.
     for numbers_of in stages.values():
         small = [number for number in numbers_of if sizes[number] < SMALL_BYTES]
         together = max(together, sum(sharded.whole_bytes[number] for number in small))
     largest = max(sharded.whole_bytes.values(), default=0)
+    # Buffers of one bucket (whole, then this rank's rows), one for gathering and one for reducing, beside the largest
+    # tensor that travels alone.
     return largest + padded + 2 * (together + -(-together // sharded.replicas))
 
 
@@ -274,7 +286,6 @@ def gathered_stages(costs: StepCosts, timing: Timing) -> tuple[GatheredStage, ..
 
     Args:
         costs: of the stage actions.
-        timing: of their schedule.
     """
     if costs.sharded is None:
         return ()

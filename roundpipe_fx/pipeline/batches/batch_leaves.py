@@ -33,11 +33,9 @@ class BatchTree:
     """A value that is split.
 
     Attributes:
-        value: it.
         spec: how; ``None``: by convention.
         name: ``"args"`` or ``"labels"``; ``""``: keyword arguments.
         option: by which a user says how.
-        names: of positional arguments.
     """
 
     value: Any
@@ -61,10 +59,7 @@ def trees_of_inputs(args: Any, kwargs: Any, spec: Any, names: Sequence[str] = ()
     """Positional and keyword inputs as what is split.
 
     Args:
-        args: positional inputs.
-        kwargs: keyword inputs.
         spec: (specs of args, specs of kwargs); ``None``: by convention.
-        names: of positional inputs.
     """
     args_spec, kwargs_spec = (None, None) if spec is None else spec
     return [BatchTree(args, args_spec, "args", SPLIT_INPUT, names), BatchTree(kwargs, kwargs_spec, "", SPLIT_INPUT)]
@@ -78,7 +73,6 @@ class BatchLeaf:
         label: its name for the user.
         full_label: the same, with the name of a positional argument.
         value: it; of a list that is split by its items, all of it.
-        path: where it is.
         dim: dimension to split along; ``None``: the same for all.
         specified: whether a specification says so.
     """
@@ -104,6 +98,7 @@ class BatchLeaf:
             return list(self.value.tensor_split(count, self.dim))
         structure = container_of(self.value)
         assert structure is not None
+        # As `tensor_split` does it: 7 items for 3 microbatches are 3, 2, 2.
         fewer, larger = divmod(len(self.value), count)
         ends = itertools.accumulate((fewer + (index < larger) for index in range(count)), initial=0)
         return [structure.rebuild(structure.parts[start:end]) for start, end in itertools.pairwise(ends)]
@@ -119,8 +114,6 @@ class _ListInBatch:
 
     Attributes:
         label: its name for the user.
-        value: it.
-        path: where it is.
         option: by which a user says how it is split.
         sizes: of its tensors, along their first dimension, where it is not one.
         has_tensors: whether there are any, also of no dimensions.
@@ -171,13 +164,14 @@ def batch_leaves(trees: Sequence[BatchTree], others: Sequence[BatchTree]) -> lis
     """Every leaf of each tree, with how it is split.
 
     Args:
-        trees: what is split.
         others: what else the batch has, which may tell how many samples there are.
 
     Raises:
         ValueError: a list may have an item for each sample or not.
         TypeError: an object holds tensors, and nothing tells how to split it.
     """
+    # The batch's size comes from tensors outside lists first, since these are split by convention; then from those of
+    # the other side (labels for inputs); then from the lists.
     free = [leaf for tree in trees for leaf in _leaves_outside_lists(tree)]
     lists = [(tree, one) for tree in trees for one in _lists_of(tree)]
     by_items: dict[int, set[Path]] = {id(tree): set() for tree in trees}
@@ -189,6 +183,8 @@ def batch_leaves(trees: Sequence[BatchTree], others: Sequence[BatchTree]) -> lis
         every = [*with_tensors, *(one for tree in others for one in _lists_of(tree) if one.has_tensors)]
         batch = _rows_of_lists(every)
     for tree, one in lists:
+        # Four cases of a list with tensors: items are samples, tensors have rows, both (ambiguous, refused), neither
+        # (refused, unless its tensors have no size to compare).
         are_samples = one.has_item_for_each_of(batch)
         if not one.has_tensors:
             if are_samples:
@@ -210,6 +206,7 @@ def batch_leaves(trees: Sequence[BatchTree], others: Sequence[BatchTree]) -> lis
 def _rows_of_batch(leaves: Sequence[BatchLeaf]) -> int | None:
     """The batch's size by tensors that are no items of lists; ``None``: they do not tell."""
     split = [leaf for leaf in leaves if leaf.dim is not None]
+    # A size of 1 broadcasts over any batch, so it says nothing.
     candidates = [leaf for leaf in split if leaf.specified] or [leaf for leaf in split if leaf.rows != 1]
     return candidates[0].rows if candidates else None
 
@@ -223,6 +220,7 @@ def _rows_of_lists(lists: Sequence[_ListInBatch]) -> int:
     rows, samples = {one.rows for one in lists if one.sizes}, len(lists[0].value)
     have_rows = len(rows) == 1 and None not in rows
     are_samples = all(one.has_item_for_each_of(samples) for one in lists)
+    # Exactly one reading has to fit: tensors of one common size, or items of one kind for each sample.
     if have_rows == are_samples:
         raise lists[0].refused(None)
     return samples if are_samples else next(size for size in rows if size is not None)
@@ -267,9 +265,11 @@ def _lists_of(tree: BatchTree) -> list[_ListInBatch]:
 
     lists = []
     for path, text, value in leaves_of(tree.value, is_list):
+        # A specification above or below this list decides instead.
         if not is_list(path, value) or any(path[: len(p)] == p or p[: len(path)] == path for p in prefixes):
             continue
         tensors = [leaf for _, _, leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+        # Sizes of 1 broadcast and are left out, as above.
         sizes = frozenset(leaf.shape[0] for leaf in tensors if leaf.dim() and leaf.shape[0] != 1)
         kinds = {_kind_of(item) for item in value}
         label, is_uniform = tree.full_label(path, text), len(kinds) == 1
@@ -299,7 +299,6 @@ def _leaves_of(tree: BatchTree, by_items: Collection[Path]) -> list[BatchLeaf]:
     """Every leaf of a tree.
 
     Args:
-        tree: the tree.
         by_items: paths of lists that are split by their items.
     """
     specs = specs_of(tree.spec)
@@ -310,6 +309,8 @@ def _leaves_of(tree: BatchTree, by_items: Collection[Path]) -> list[BatchLeaf]:
     def stops(path: Path, value: Any) -> bool:
         if path in by_items:
             return True
+        # A list for which dimension 0 is specified, and which holds no tensors (strings), is split as it is, by its
+        # items.
         spec = asked_of(path) if path or tree.name == "labels" else BY_CONVENTION
         structure = container_of(value) if spec is not BY_CONVENTION and dim_of(spec) == 0 else None
         return structure is not None and structure.is_sequence and not holds_tensors(value)
@@ -334,6 +335,8 @@ def _leaves_of(tree: BatchTree, by_items: Collection[Path]) -> list[BatchLeaf]:
                 specified=asked is not BY_CONVENTION,
             )
         )
+    # A specification that matches nothing is a mistake of the user's. Only within present branches: optional inputs may
+    # be missing.
     present = {leaf.path[:1] for leaf in leaves}
     for prefix, text, _ in specs:
         if len(prefix) > 1 and prefix[:1] in present and not any(leaf.path[: len(prefix)] == prefix for leaf in leaves):
@@ -351,19 +354,21 @@ def of_the_batch(leaves: list[BatchLeaf], warn: bool = False) -> list[BatchLeaf]
     row. Sizes that several inputs share are a mistake, which :func:`_size` reports.
 
     Args:
-        leaves: the inputs.
         warn: whether to warn if only the order of the inputs determines which one is the batch.
     """
     split = [leaf for leaf in leaves if leaf.dim is not None]
     sizes = Counter(leaf.rows for leaf in split)
     if len(sizes) < 2:
         return leaves
+    # The first leaf that tells decides the batch's size: a specified one, else one with more than a single row.
     candidates = [leaf for leaf in split if leaf.specified] or [leaf for leaf in split if leaf.rows != 1]
     batch = candidates[0].rows
     leaves_of_batch = []
     for leaf in leaves:
         if leaf.dim is not None and not leaf.specified:
             size = leaf.rows
+            # Size 1 broadcasts. Another size that no second input shares is a constant (a table of positions), with a
+            # warning where the two readings are equally likely.
             if size != batch and (size == 1 or sizes[size] == 1):
                 if warn and size != 1 and sizes[batch] == 1 and not candidates[0].specified:
                     warnings.warn(

@@ -59,9 +59,7 @@ class _Merge:
     """Merges outputs of microbatches.
 
     Attributes:
-        specs: by path.
         weights: of each microbatch's losses.
-        rows: of each microbatch.
         concatenated: by the identities of its parts, what was concatenated by convention: an output that is returned
             twice is one tensor.
     """
@@ -74,6 +72,7 @@ class _Merge:
     def merged(self, values: list[Any], path: Path, text: str) -> Any:
         """The parts of all microbatches' outputs at one path as one."""
         structures = [container_of(value) for value in values]
+        # Different types (a tensor and None, say) or a specification for this very part: no structure to descend into.
         if any(type(value) is not type(values[0]) for value in values) or path in self.specs:
             return self._leaf(values, self.specs.get(path, BY_CONVENTION), f"output{text}")
         parts = [structure for structure in structures if structure is not None]
@@ -83,6 +82,8 @@ class _Merge:
         is_specified = any(prefix[: len(path)] == path for prefix in self.specs)
         is_list = first.is_sequence and not isinstance(values[0], tuple)
         if is_list and not is_specified and self._has_item_for_each_row(values, f"output{text}"):
+            # A list with an item for each row is the batch's: [a, b] and [c] become [a, b, c]. Any other list is merged
+            # item by item.
             return first.rebuild([item for structure in parts for item in structure.parts])
         if any(set(structure.keys) != set(first.keys) for structure in parts):
             kinds = sorted(
@@ -92,6 +93,7 @@ class _Merge:
                 f"microbatches returned outputs of different structures: output{text} is {' and '.join(kinds[:2])}. "
                 f"Give {_MERGE_OUTPUT}."
             )
+        # Keys are matched by name, since dictionaries may list them in different orders.
         by_key = [dict(zip(structure.keys, structure.parts, strict=True)) for structure in parts]
         return first.rebuild(
             [self.merged([one[key] for one in by_key], (*path, key), text + first.text_of(key)) for key in first.keys]
@@ -103,8 +105,11 @@ class _Merge:
         Raises:
             ValueError: both may be.
         """
+        # The number of items decides first: a list is one of samples only if each microbatch's has as many items as
+        # rows.
         if self.rows is None or any(len(value) != count for value, count in zip(values, self.rows, strict=True)):
             return False
+        # Lists of different lengths cannot be merged item by item, so they can only be one of samples.
         if len({len(value) for value in values}) > 1:
             return True
         sizes = [
@@ -113,8 +118,11 @@ class _Merge:
             for _, _, leaf in leaves_of(value)
             if isinstance(leaf, torch.Tensor) and leaf.dim()
         ]
+        # Tensors inside with another size than the rows are whole values of one sample each.
         if sizes and any(size != count for size, count in sizes):
             return True
+        # As many items as rows, and tensors with as many rows as well: both readings fit, and no reading may be
+        # guessed.
         raise ValueError(
             f"{label} is a {type(values[0]).__name__} with as many items as a microbatch has rows: there may be one "
             f"for each row, or each may be of all rows. Return a tuple if they are of all rows, or give "
@@ -144,11 +152,14 @@ class _Merge:
                 f"microbatches returned outputs of different structures: {label} is a tensor in some and none in "
                 f"others. Give {_MERGE_OUTPUT}."
             )
+        # Parameters, buffers and inputs that no microbatch splits are the same tensor in all of them; the batch's is
+        # that tensor.
         if self.rows is not None and _are_the_same(tensors):
             return tensors[0]
         if not tensors[0].dim():
             return self._sum(tensors, label)
         self._check_rows(tensors, label)
+        # Two outputs that are one tensor (`logits` and `loss_logits`) stay one: equal parts give one merged tensor.
         parts = tuple(map(id, tensors))
         if parts not in self.concatenated:
             self.concatenated[parts] = _concatenated(tensors, 0)
@@ -160,6 +171,7 @@ class _Merge:
                 f"{label} is true or false for each microbatch, and roundpipe_fx does not know what it is for the "
                 f"batch: give {_MERGE_OUTPUT}."
             )
+        # Counts are exact sums: weights are for means.
         exact = not (values[0].is_floating_point() or values[0].is_complex())
         return weighted_sum(values, None if exact else self.weights)
 
@@ -169,6 +181,7 @@ class _Merge:
         if self.rows is None or len(sizes) > 1:
             return
         (size,) = sizes
+        # Rows are a multiple of the microbatch's where a model repeats samples (beam search: rows × beams).
         if len({*self.rows}) > 1 or size % self.rows[0]:
             raise ValueError(
                 f"{label} has {size} along its first dimension in each microbatch, of {self.rows[0]} rows, so that is "
@@ -196,6 +209,8 @@ class _Merge:
                 "averaged as a loss is, of rows it is concatenated."
             )
         sizes = first if isinstance(first, torch.Size) else (first,)
+        # A number equal to the rows may count them, and then it is the sum for the batch; returning one microbatch's
+        # would be silently wrong.
         if self.rows is not None and any(type(size) is int and size == self.rows[0] for size in sizes):
             raise TypeError(
                 f"{label} is {first!r}, which is also the number of rows of a microbatch, and would be another number "
@@ -226,6 +241,8 @@ def _are_the_same(values: Sequence[torch.Tensor]) -> bool:
         return True
     if any(value.layout is not torch.strided or value.is_meta or type(value) is not type(first) for value in values):
         return False
+    # Shape and strides below compare memory. An expanded tensor's rows share memory, so equal memory says nothing about
+    # it.
     if type(first) not in (torch.Tensor, nn.Parameter) or (first.dim() and not first.stride(0)):
         return False  # rows of an expanded tensor are one in memory
     return all(
@@ -255,6 +272,8 @@ def _whole(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
     shape, offset = list(first.shape), first.storage_offset()
     dim, shape[dim] = dim % len(shape), 0
     counts = [index == dim or size > 1 for index, size in enumerate(first.shape)]  # strides of one row say nothing
+    # Invariant: `offset` is where the next part has to begin if the parts are consecutive slices of one tensor along
+    # `dim`.
     for part in parts:
         if part.untyped_storage()._cdata != first.untyped_storage()._cdata or part.storage_offset() != offset:
             return None
@@ -269,6 +288,7 @@ def _whole(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
         offset += part.shape[dim] * part.stride(dim)
         shape[dim] += part.shape[dim]
     base = first._base
+    # The tensor itself, if it is what the parts were sliced from: then the output is the user's own input.
     if (
         base is not None
         and all(part._base is base for part in parts)
@@ -280,18 +300,14 @@ def _whole(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
         )
     ):
         return base
+    # A new view of the memory would not be connected to the graph of the parts.
     if any(part.requires_grad for part in parts):
         return None
     return first.as_strided(shape, first.stride(), first.storage_offset())
 
 
 def weighted_sum(values: Sequence[torch.Tensor], weights: Sequence[float] | None) -> torch.Tensor:
-    """The sum of values, each times its weight; one value is returned as it is.
-
-    Args:
-        values: at least one.
-        weights: ``None``: one each.
-    """
+    """The sum of values, each times its weight; one value is returned as it is."""
     if weights is None or len(values) == 1:
         weights = [1.0] * len(values)
     total = values[0] if weights[0] == 1.0 else values[0] * weights[0]

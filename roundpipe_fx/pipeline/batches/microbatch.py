@@ -91,12 +91,14 @@ def split_inputs(
                 "each for every microbatch."
             )
         return [(tuple(a), dict(k)) for a, k in zip(split_args, split_kwargs, strict=True)]
+    # With one microbatch nothing is split, so nothing has to be understood.
     if count == 1:
         return [(args, kwargs)]
     trees = trees_of_inputs(args, kwargs, spec, names)
     others = [] if callable(labels_spec) else [BatchTree(labels, labels_spec, "labels", option=SPLIT_LABEL)]
     of_args, of_kwargs = batch_leaves(trees, others)
     leaves = of_the_batch([*of_args, *of_kwargs], warn=True)
+    # Only what follows the convention: a specification says that the user means it.
     check_offsets([(leaf.full_label, leaf.value, leaf.dim is not None) for leaf in leaves if not leaf.specified])
     pieces = _split(leaves, count, SPLIT_INPUT)
     return [
@@ -117,7 +119,6 @@ def split_labels(
     """Labels of each microbatch.
 
     Args:
-        labels: any tree.
         count: into how many the inputs were split.
         spec: ``None``, a spec, or a callable ``(labels, count) -> list``.
         inputs: (args, kwargs) of the batch, which may tell how many samples there are.
@@ -134,6 +135,7 @@ def split_labels(
     else:
         others = [] if callable(inputs_spec) else trees_of_inputs(*inputs, inputs_spec)
         (leaves,) = batch_leaves([BatchTree(labels, spec, "labels", option=SPLIT_LABEL)], others)
+        # Labels without rows (a number, a dict of constants) are the same for every microbatch.
         if not any(leaf.dim is not None for leaf in leaves):
             return [labels] * count
         pieces = [_piece(labels, leaves, piece) for piece in _split(leaves, count, SPLIT_LABEL)]
@@ -147,8 +149,6 @@ class SplitTensor:
     """A tensor that gets a gradient, and its parts.
 
     Attributes:
-        whole: it.
-        dim: along which dimension.
         parts: of the microbatches, in order.
     """
 
@@ -161,7 +161,6 @@ def split_tensors(value: Any, pieces: Sequence[Any], spec: Any = None) -> list[S
     """The tensors that get gradients and were split by convention or by a specification.
 
     Args:
-        value: any tree.
         pieces: that of each microbatch.
         spec: by which it was split. Only autograd knows how a callable splits.
     """
@@ -177,6 +176,8 @@ def split_tensors(value: Any, pieces: Sequence[Any], spec: Any = None) -> list[S
 def _split_parts(value: Any, pieces: Sequence[Any]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Tensors that were split, and lists that were split by their items, with their parts."""
     structure, of_pieces = container_of(value), [container_of(piece) for piece in pieces]
+    # Where the structures of the pieces differ, the value was split as a whole (a list by its items); a part that is
+    # the very object of the whole was not split.
     if structure is None or any(part is None or part.keys != structure.keys for part in of_pieces):
         if pieces[0] is not value:
             yield value, tuple(pieces)
@@ -186,6 +187,7 @@ def _split_parts(value: Any, pieces: Sequence[Any]) -> Iterator[tuple[Any, tuple
 
 
 def _split_dim(whole: torch.Tensor, part: torch.Tensor) -> int:
+    # The first dimension whose size changed. With one microbatch's worth of rows none has: dimension 0, by convention.
     return next((dim for dim, size in enumerate(whole.shape) if part.shape[dim] != size), 0)
 
 
@@ -207,18 +209,18 @@ def row_counts(
     sample; with a callable, of the first tensor.
 
     Args:
-        args: positional inputs.
-        kwargs: keyword inputs.
         pieces: (args, kwargs) of each microbatch.
         spec: by which they were split.
     """
     if callable(spec):
+        # The user's function may return anything: the first tensor of each piece stands for its rows.
         return [_rows_of(piece) for piece in pieces]
     if len(pieces) > 1:
         whole, parts = next(_split_parts((args, kwargs), [tuple(piece) for piece in pieces]))
         if not isinstance(whole, torch.Tensor):
             return [len(part) for part in parts]
         return [part.shape[_split_dim(whole, parts[0])] for part in parts]
+    # One microbatch: nothing was split, so the rows are those that a split would have used.
     of_args, of_kwargs = batch_leaves(trees_of_inputs(args, kwargs, spec), [])
     leaves = of_the_batch([*of_args, *of_kwargs])
     return [next((leaf.rows for leaf in leaves if leaf.dim is not None), 1)]
@@ -238,6 +240,7 @@ def check_batch_sizes(
     Raises:
         ValueError: they do not.
     """
+    # Only like is compared with like: a convention may disagree with a specification on purpose.
     if callable(inputs_spec) or callable(labels_spec) or (inputs_spec is None) != (labels_spec is None) or count == 1:
         return
     trees = trees_of_inputs(args, kwargs, inputs_spec)
@@ -251,7 +254,6 @@ def _size(leaves: Sequence[BatchLeaf], count: int, option: str) -> int:
     """The batch size, the least where they may differ.
 
     Args:
-        leaves: the inputs.
         count: into how many microbatches.
         option: name of the option by which a user says how.
     """
@@ -270,6 +272,7 @@ def _size(leaves: Sequence[BatchLeaf], count: int, option: str) -> int:
                 f"batch sizes differ: {first.label} has {sizes[0]}, {leaf.label} has {size}. What is the same for "
                 f"every microbatch needs a specification: {option}, None meaning the same."
             )
+        # 8 rows and 16 rows of beams can both be split into 4: a specification may give multiples of a divisible size.
         alike = size % least == 0 == sizes[0] % least and least % count == 0
         if not alike:
             raise ValueError(
@@ -283,11 +286,13 @@ def _size(leaves: Sequence[BatchLeaf], count: int, option: str) -> int:
 
 def _split(leaves: Sequence[BatchLeaf], count: int, option: str) -> list[list[Any]]:
     size = _size(leaves, count, option)
+    # Fewer rows than microbatches: empty microbatches would give losses of NaN.
     if size < count:
         warnings.warn(
             f"roundpipe_fx: a batch of {size} cannot be split into {count} microbatches; using {size}.", stacklevel=4
         )
         count = size
+    # Columns are inputs, rows are microbatches: `columns[input][microbatch]` is transposed.
     columns = [leaf.split(count) if count > 1 else [leaf.value] for leaf in leaves]
     return [[column[index] for column in columns] for index in range(count)]
 
@@ -297,7 +302,6 @@ class Microbatch(NamedTuple):
 
     Attributes:
         args: positional inputs of the model.
-        kwargs: its keyword inputs.
         labels: for the loss function.
     """
 
@@ -333,6 +337,7 @@ def given_microbatches(batches: Sequence[Any], most: int, has_loss_fn: bool) -> 
     for index, item in enumerate(batches):
         if isinstance(item, Mapping):
             kwargs = dict(item)
+            # Without a `loss_fn` the model takes the labels itself, among its keyword arguments.
             labels = kwargs.pop("labels", None) if has_loss_fn else None
             microbatches.append(Microbatch((), kwargs, labels))
         elif type(item) is tuple:
@@ -342,6 +347,7 @@ def given_microbatches(batches: Sequence[Any], most: int, has_loss_fn: bool) -> 
                 f"microbatches[{index}] is a {type(item).__name__}: each must be a dict of the model's keyword "
                 "arguments (and labels), or a tuple of its positional ones."
             )
+    # Mixed: a mean over labels would be of some microbatches only.
     if len({microbatch.labels is None for microbatch in microbatches}) > 1:
         raise ValueError("some microbatches have labels and others do not: all or none must.")
     return microbatches
@@ -379,6 +385,8 @@ def check_offsets(inputs: Sequence[tuple[str, Any, bool]]) -> None:
         )
         if _OFFSET_NAMES.search(label):
             raise ValueError(f"{label} has the name of {what}. {say}.")
+        # The name alone decides for an error, the elements for a warning: reading elements of CUDA tensors would make
+        # the host wait.
         others = [other for _, other, _ in inputs if isinstance(other, torch.Tensor) and other is not value]
         if is_split and _look_like_offsets(value, {size for other in others for size in other.shape}):
             warnings.warn(
@@ -392,6 +400,7 @@ def _look_like_offsets(value: torch.Tensor, sizes: set[int]) -> bool:
     """Test for the elements of offsets; they are read on the CPU only, where the host does not wait for them."""
     if type(value) is not torch.Tensor or value.device.type != "cpu" or len(value) < 3:
         return False
+    # `cu_seqlens` of three sequences of 3, 5 and 2 tokens: [0, 3, 8, 10], and a tensor of 10 tokens beside it.
     last = int(value[-1])
     return last in sizes and last >= len(value) and int(value[0]) == 0 and bool((value.diff() > 0).all())
 

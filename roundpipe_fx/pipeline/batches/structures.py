@@ -63,6 +63,8 @@ def container_of(value: Any) -> Container | None:
         return Container(tuple(value._fields), tuple(value), type(value)._make, has_attributes=True)  # type: ignore[attr-defined]
     if type(value) in (list, tuple):
         return Container(tuple(range(len(value))), tuple(value), type(value), is_sequence=True)
+    # A subclass of list may carry tensors in attributes, which `copy.copy` would share between microbatches: it is a
+    # leaf then.
     if isinstance(value, (list, deque)):
         return None if _hides(value, vars_of(value)) else _sequence(value)
     known = one_level(value)
@@ -71,6 +73,7 @@ def container_of(value: Any) -> Container | None:
     if isinstance(value, Mapping):
         return _mapping(value)
     if is_dataclass(value):
+        # Attributes that a dataclass got after its construction belong to it too; fields come first, in their order.
         names = dict.fromkeys(field.name for field in fields(value) if hasattr(value, field.name))
         return _record(value, tuple(names | dict.fromkeys(vars_of(value))))
     if isinstance(value, types.SimpleNamespace):
@@ -80,6 +83,7 @@ def container_of(value: Any) -> Container | None:
 
 def _sequence(value: Any) -> Container:
     def rebuild(parts: Sequence[Any]) -> Any:
+        # Copied first, so that what a subclass keeps beside its items survives; its items are replaced.
         made = copy.copy(value)
         made.clear()
         made.extend(parts)
@@ -94,6 +98,8 @@ def _mapping(value: Mapping[Any, Any]) -> Container | None:
     if isinstance(value, types.MappingProxyType):
         return Container(keys, parts, lambda parts: types.MappingProxyType(dict(zip(keys, parts, strict=True))))
     attributes = vars_of(value)
+    # `class Batch(dict)` with `self.__dict__ = self`: attributes and items are one mapping, and have to be one in the
+    # copy.
     is_its_attributes = attributes is value
     extra = {} if is_its_attributes else dict(attributes)
     if isinstance(value, UserDict):
@@ -151,6 +157,7 @@ def vars_of(value: Any) -> Mapping[str, Any]:
     attributes = getattr(value, "__dict__", None)
     slots = {
         name: getattr(value, name)
+        # Slots of every base class: `__slots__` lists only those of the class itself.
         for kind in type(value).__mro__
         for name in _slots_of(kind)
         if name not in ("__dict__", "__weakref__") and hasattr(value, name)
@@ -176,6 +183,7 @@ def holds_tensors(value: Any) -> bool:
     """Return whether tensors or arrays can be reached from a value; those of modules and functions do not count."""
     seen: set[int] = set()
     left = [value]
+    # A search with a stack and the identities of what was seen: values may refer to themselves.
     while left:
         item = left.pop()
         if isinstance(item, (*_WITHOUT_TENSORS, *_NOT_SEARCHED)) or id(item) in seen:
@@ -187,6 +195,7 @@ def holds_tensors(value: Any) -> bool:
             left += item.values()
         elif isinstance(item, (list, tuple, set, frozenset, deque)):
             left += item
+        # Attributes of dictionaries and lists too (a subclass may have some).
         left += vars_of(item).values()
     return False
 
@@ -195,7 +204,6 @@ def leaves_of(value: Any, stops: Callable[[Path, Any], bool] | None = None) -> I
     """The leaves of a value: path, how a program would refer to it, and the leaf.
 
     Args:
-        value: any.
         stops: tells of a part with this path that it is a leaf.
     """
     return _leaves(value, (), "", stops)
@@ -222,8 +230,6 @@ def map_leaves(
 
     Args:
         function: called with the path and the leaf.
-        value: any.
-        stops: as for :func:`leaves_of`.
         path: put before each path.
     """
     structure = None if stops is not None and stops(path, value) else container_of(value)
@@ -233,6 +239,7 @@ def map_leaves(
         map_leaves(function, part, stops, (*path, key))
         for key, part in zip(structure.keys, structure.parts, strict=True)
     ]
+    # Unchanged values are returned as they are, so that identities survive (a cache, a tensor that is shared).
     unchanged = all(part is before for part, before in zip(parts, structure.parts, strict=True))
     return value if unchanged else structure.rebuild(parts)
 
@@ -253,6 +260,8 @@ def spread(spec: Any, value: Any) -> dict[Path, Any]:
     specs = specs_of(spec)
     by_path = {}
     for path, _, _ in leaves_of(value) if specs else ():
+        # The first specification that is a prefix of the path decides: `(0, None)` specifies all leaves below index 0
+        # with 0.
         above = [item for prefix, _, item in specs if path[: len(prefix)] == prefix]
         if above:
             by_path[path] = above[0]

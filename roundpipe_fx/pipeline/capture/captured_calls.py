@@ -54,6 +54,8 @@ def capture_calls(
     graphs: list[PipelinedGraph] = []
     primals = []
     gradients = torch.is_grad_enabled()
+    # The first microbatch decides where the graph is cut. All others are cut at the same operations, whatever their
+    # shapes.
     structure = setting.structure or compile_state.kept.get(gradients)
     for call in calls:
         compile_state.step = dataclasses.replace(setting, structure=structure)
@@ -62,11 +64,13 @@ def capture_calls(
         primals.append(arguments)
         structure = graphs[0].pipeline.structure
         if graph is not graphs[0] and not _are_cut_alike(graphs[0], graph):
+            # Remembered, so that the next step cuts every graph alike from the beginning.
             compile_state.kept[gradients] = structure
             raise UnlikeStagesError(
                 "microbatches of different shapes were cut into different stages, so no schedule fits both: use a "
                 "batch size that is divisible by num_microbatches."
             )
+    # The last microbatch's variant differs with checkpoint="except_last" only.
     programs = [graph.main for graph in graphs[:-1]] + [graphs[-1].last]
     return CapturedCalls(calls=calls, graphs=graphs, programs=programs, primals=primals)
 
@@ -75,10 +79,8 @@ def check_unchanged(captured: CapturedCalls, index: int, graph: PipelinedGraph, 
     """All microbatches are captured before the first one runs: none may change Python state that a later one reads.
 
     Args:
-        captured: the microbatches.
         index: of one of them.
         graph: what it is compiled to now that the results of those before it were returned.
-        arguments: its arguments now.
 
     Raises:
         RuntimeError: it would compute something else.
@@ -113,11 +115,14 @@ def _same_number(now: Any, then: Any) -> bool:
 
 def _work(graph: PipelinedGraph) -> list[Any]:
     """A key that is equal for graphs that compute the same; one may have more inputs, which it does not read."""
+    # Numbers among the inputs that are read: Dynamo may pass inputs that a graph ignores, and two graphs may differ in
+    # these.
     primals = {position: index for index, position in enumerate(primals_read((graph.main, graph.last)))}
     works = []
     for variant, program in ((graph.pipeline.main, graph.main), (graph.pipeline.last, graph.last)):
         gradients = [position for position, gradient in enumerate(program.gradients) if gradient.source is not None]
         numbers = {"primal": primals, "sum": {position: index for index, position in enumerate(gradients)}}
+        # Equal fingerprints, equal wiring, equal outputs and equal updates: the same computation.
         sources = {step: [_numbered(source, numbers) for source in code.inputs] for step, code in program.steps.items()}
         works.append(
             (
@@ -153,8 +158,6 @@ class TracedStep:
     """A step that was traced and did not run.
 
     Attributes:
-        captured: its microbatches.
-        instructions: of all devices.
         args: for the model, of the first microbatch.
         kwargs: for the model, of the first microbatch.
         labels: for the loss function, of the first microbatch.

@@ -100,14 +100,7 @@ _NAMED = 3
 
 
 def explaining_breaks(model: nn.Module, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    """Call a function, and say what to do if the model cannot be traced as one graph.
-
-    Args:
-        model: the model.
-        call: traces it.
-        *args: for ``call``.
-        **kwargs: for ``call``.
-    """
+    """Call a function, and say what to do if the model cannot be traced as one graph."""
     try:
         return call(*args, **kwargs)
     except Exception as error:

@@ -26,7 +26,6 @@ class Receiver:
     """A tensor of the caller's that gets a gradient.
 
     Attributes:
-        tensor: it.
         edge: where its gradient goes: to its version before the step, if the step updates it.
     """
 
@@ -53,7 +52,9 @@ def receivers_of(
         if isinstance(value, torch.Tensor) and id(value) not in parts
     ]
     tensors += [split.whole for split in splits]
+    # A part of a split tensor gets no gradient of its own: the whole one does, from the concatenation of its parts'.
     pairs = {id(value): instead.get(id(value), value) for value in tensors}
+    # The edge is taken before the step updates anything in place, which would give the tensor another one.
     return {key: Receiver(value, get_gradient_edge(value)) for key, value in pairs.items() if value.requires_grad}
 
 
@@ -67,6 +68,7 @@ def gather(gradients: dict[int, torch.Tensor], splits: Sequence[SplitTensor]) ->
         if all(gradient is None for gradient in parts):
             continue
         pieces = [
+            # A microbatch that did not read its part contributes zeros.
             torch.zeros_like(part) if gradient is None else gradient
             for gradient, part in zip(parts, split.parts, strict=True)
         ]
@@ -90,10 +92,13 @@ def hand_to_autograd(
     edges, rest = [], []
     for key, receiver in receivers.items():
         gradient = gradients.pop(key, None)
+        # Popped one at a time, so a gradient that was added to an existing `.grad` is freed at once.
         if gradient is None:
             continue
         value = receiver.tensor
         unshared_total = key in unshared and gradient.stride() == value.stride()
+        # Assigned without a copy, as autograd does for a gradient that nothing else refers to: same strides, no hooks
+        # that expect a call.
         if value.is_leaf and value.grad is None and not has_hooks(value) and unshared_total:
             value.grad = gradient
         else:
@@ -126,6 +131,8 @@ def loss_with_gradients(
         for key, receiver in receivers.items()
         if key in gradients
     ]
+    # A gradient that shares memory is copied, since in-place operations on `.grad` (clipping, zeroing) would change
+    # other tensors.
     values = [gradient if is_own else gradient.clone() for _, gradient, is_own in with_gradients]
     return _Ready.apply(values, loss, *(tensor for tensor, _, _ in with_gradients))
 
@@ -155,11 +162,13 @@ def _unshared(
         for value in values
         if isinstance(value, torch.Tensor)
     }
+    # DTensors: the memory is that of the local tensor, which may be padded to equal rows.
     padded = {key: value.to_local() for key, value in gradients.items() if isinstance(value, DTensor)}
     by_storage: dict[int, dict[int, torch.Tensor]] = {}
     for key, value in gradients.items():
         local = padded.get(key, value)
         by_storage.setdefault(local.untyped_storage()._cdata, {})[key] = local
+    # Gradients from one buffer (a bucket) count as unshared if together they fill it.
     unshared: set[int] = set()
     for storage, of_storage in by_storage.items():
         rows_alone = len(of_storage) == 1 and of_storage.keys() <= padded.keys()
@@ -172,6 +181,7 @@ def _fill(values: Sequence[torch.Tensor]) -> bool:
     """Return whether tensors in the same memory have different elements, and leave none of it but what aligns them."""
     if len(values) == 1:
         return values[0].untyped_storage().nbytes() == values[0].nbytes
+    # Invariant: the elements before `end` belong to the gradients that were looked at, without overlap.
     end = 0
     for value in sorted(values, key=lambda value: value.storage_offset() * value.itemsize):
         start = int(value.storage_offset()) * value.itemsize
@@ -185,13 +195,13 @@ def gradients_of_loss(graph: PipelinedGraph, loss: int, primals: Sequence[Any], 
     """The incoming gradients of a microbatch: its loss's weight, and zeros for parameters that it updates.
 
     Args:
-        graph: its compiled programs.
         loss: number of the output that is the loss.
-        primals: its inputs.
         weight: of its loss in that of the batch.
     """
     gradients = []
     for position, traced, strided in zip(graph.main.tangents, graph.tangents, graph.strided, strict=True):
+        # An incoming gradient for the loss is its weight; parameters and buffers that the step updates are
+        # differentiated outputs of AOTAutograd's graph as well, and get zeros.
         if position == loss:
             gradients.append(torch.full((), weight, dtype=traced.dtype, device=traced.device))
         else:

@@ -27,11 +27,7 @@ _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class KeptResults:
-    """The results that a model keeps.
-
-    Args:
-        model: the model.
-    """
+    """The results that a model keeps."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -43,11 +39,8 @@ class KeptResults:
         """The model's output with the step's own results, which are also put in the place of what the model keeps.
 
         Args:
-            graph: the compiled graph.
             returned: results that the call got.
             pairs: those that are differentiated; none in a step that has differentiated them.
-            output: of the model.
-            microbatches: of the step.
 
         Returns:
             the output, and what the model keeps, detached, by name.
@@ -57,19 +50,26 @@ class KeptResults:
             seen: set[int] = set()
             output = map_leaves(lambda _, leaf: _replaced(leaf, lambda value, _: result_of(value), "", seen), output)
         kept: dict[str, torch.Tensor] = {}
+        # With one microbatch and no gradient, what the model keeps is right as it is.
         if self._keeps_nothing(graph) or (microbatches == 1 and not pairs):
             return output, kept
 
         def replace(value: torch.Tensor, name: str) -> torch.Tensor:
+            # Only memory of the step's own results is replaced: what the model keeps from elsewhere is its own
+            # business.
             if not any(isinstance(result, torch.Tensor) and _shares(result, value) for result in returned):
                 return value
             kept[name] = value.detach()
             result = result_of(value)
+            # Of several microbatches only the last one's is kept. It can be read, but its gradient would be that of one
+            # part of the batch.
             if microbatches == 1 or result is value:
                 return result
             return _OfLastMicrobatch.apply(result, name, microbatches)
 
         seen = set()
+        # Attributes of all modules, buffers and closures of hooks; not parameters, submodules and PyTorch's own
+        # settings.
         for path, module in self._model.named_modules():
             for name, value in [*vars(module).items()]:
                 if name in _OF_EVERY_MODULE:
@@ -86,14 +86,16 @@ class KeptResults:
         """Note which graphs keep results; warn, once for each graph, if they differ between microbatches.
 
         Args:
-            graphs: of each microbatch.
             kept: what the model kept of each.
         """
+        # Each graph is examined once: later steps skip the search if nothing was kept.
         new = [graph for graph in graphs if self._known(graph) is None]
         for graph in new:
             of_graph = [names for other, names in zip(graphs, kept, strict=True) if other is graph]
             self._keeps[id(graph)] = weakref.ref(graph), any(of_graph)
         names = [name for name in kept[0] if any(_differs(kept[0][name], other.get(name)) for other in kept[1:])]
+        # `spectral_norm` keeps a weight that it has normalized: it is equal for all microbatches but for the power
+        # iteration, and no output.
         names = [name for name in names if not self._is_derived_weight(name, kept[0][name])]
         if new and names:
             warnings.warn(
@@ -129,6 +131,7 @@ def own_result(pairs: _Pairs, value: Any) -> Any:
     """
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
+    # AOTAutograd returns views and aliases of results; the memory tells which result a tensor belongs to.
     sharing = [shared for alias, shared in pairs if _shares(alias, value)]
     for shared in sharing:  # results may be views of one another, each with a gradient of its own, as those of unbind
         if (value.shape, value.stride(), value.storage_offset()) == (
@@ -169,9 +172,7 @@ def _replaced(
     """A value in which tensors are replaced: itself, changed in place, or a new one for a tensor or a tuple.
 
     Args:
-        value: any object.
         replace: called with a tensor and the name of the attribute that leads to it.
-        name: of the value.
         seen: identities of objects that were searched.
         depth: of the value, in objects around it.
     """
@@ -179,10 +180,12 @@ def _replaced(
         return value
     if isinstance(value, torch.Tensor):
         return replace(value, name)
+    # Objects may refer to each other in cycles, and to long chains (linked lists).
     if id(value) in seen or depth > _DEEPEST:
         return value
     depth += 1
     seen.add(id(value))
+    # Tuples cannot be changed in place: a new one of the same type, and only if an item was replaced.
     if isinstance(value, tuple):
         items = [_replaced(item, replace, name, seen, depth) for item in value]
         if all(new is item for new, item in zip(items, value, strict=True)):
@@ -198,6 +201,8 @@ def _replaced(
             new = _replaced(item, replace, name, seen, depth)
             if new is not item:
                 value[index] = new
+    # A hook may keep results in a closure (`outputs.append`): lists are changed in place, so the hook sees the new
+    # ones.
     for cell in getattr(value, "__closure__", None) or ():  # of a hook
         with contextlib.suppress(ValueError):  # it is empty
             _replaced(cell.cell_contents, replace, name, seen, depth)

@@ -32,7 +32,6 @@ class Local:
         devices: of the schedule; empty: one, where the model is.
 
     Attributes:
-        devices: of the schedule.
         offloaded: whether the model lies on the host.
         structure: how every graph is cut, where the parameters of stages cannot move; ``None``: they can.
     """
@@ -61,6 +60,7 @@ class Local:
     def generator_device(self, captured: CapturedCalls) -> torch.device:
         """The device of whose generator a step draws."""
         kind = self.devices[0].type if self.devices else None
+        # The first input on an accelerator tells which generator eager PyTorch would draw from.
         for value in (value for primals in captured.primals for value in primals):
             if isinstance(value, torch.Tensor) and kind in (None, value.device.type):
                 return value.device
@@ -98,7 +98,6 @@ class Local:
 
         Args:
             batch: the step's inputs, any tree.
-            capture: captures the microbatches.
             scheduled_of: returns what all workers run.
             runs: whether the step is to run.
             microbatches: into how many a batch is split at most.
@@ -127,8 +126,6 @@ class Local:
         """Run a step, or its forwards or backwards.
 
         Args:
-            workers: of this process.
-            captured: the microbatches.
             kinds: which kinds of actions the run consists of; ``None``: all.
             scheduled_of: returns what workers run, of some kinds of actions.
             tangents: for each microbatch, the incoming gradients.

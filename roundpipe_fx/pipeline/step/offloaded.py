@@ -45,6 +45,7 @@ def placed(mode: Local, modules: Sequence[nn.Module], extra: Iterable[torch.Tens
         ValueError: part of the model is on the host and part of it elsewhere, or the workers are the host and the model
             is on an accelerator.
     """
+    # The mode of the step before is reused: it knows which tensors are pinned.
     known = mode if isinstance(mode, Offloaded) else None
     here = mode if known is None else Local(mode.devices)
     devices = mode.devices
@@ -76,6 +77,7 @@ def placed(mode: Local, modules: Sequence[nn.Module], extra: Iterable[torch.Tens
         )
     model = known or Offloaded(devices)
     tensors = (part for _, value in named.values() for part in tensors_of(value))
+    # Tied tensors appear once, by identity.
     model.tensors = {id(value): value for value in (*tensors, *extra)}
     return model
 
@@ -91,6 +93,7 @@ def tensors_of(value: torch.Tensor) -> Iterator[torch.Tensor]:
     if inner:
         return
     yield value
+    # The list grows while it is walked: a state may hold another of its type (double quantization of the scales).
     extra = [getattr(value, "quant_state", None)]
     for state in extra:
         for part in () if state is None else vars(state).values():
@@ -145,6 +148,7 @@ class Offloaded(Local):
         Raises:
             HostMemoryError: the host has no memory for it. What is pinned already stays so; the others have their own.
         """
+        # The address tells whether a tensor got new memory since (`load_state_dict`, `model.to`).
         new = [key for key, value in self.tensors.items() if self._seen.get(key) != value.data_ptr()]
         if not new:
             return
@@ -152,6 +156,8 @@ class Offloaded(Local):
         for key in new:
             value = self.tensors[key]
             storage = value.untyped_storage()
+            # A tensor that shares its storage, or uses part of it, stays pageable: pinning would copy the storage, and
+            # break the sharing.
             is_whole = storage.nbytes() == value.numel() * value.element_size() and storages[storage._cdata] == 1
             if is_whole and storage.nbytes():
                 with allocating_on_host(storage.nbytes(), "the model's weights in pinned memory", _NOT_PINNED):
@@ -169,11 +175,14 @@ class Offloaded(Local):
         try:
             for key, value in self.tensors.items():
                 stand_in, size = self._stand_in(key, value)
+                # A buffer that was updated needs memory while the model's code may read it; all others are never read
+                # in between.
                 if key in updated:
                     stand_in.untyped_storage().resize_(size)
                     stand_in.copy_(value.data)
                 gradient = value.grad if value.is_leaf else None
                 moved.append((value, value.data, gradient, stand_in))
+                # `value.data = …` refuses data on another device than that of the gradient.
                 if gradient is not None:
                     value.grad = None  # it is on the host
                 value.data = stand_in
@@ -181,6 +190,8 @@ class Offloaded(Local):
         finally:
             for value, data, gradient, stand_in in moved:
                 value.data = data
+                # The model's code may have updated the stand-in (BatchNorm outside the graph): what it wrote goes back
+                # to the host.
                 if id(value) in updated:
                     data.copy_(stand_in)
                     stand_in.untyped_storage().resize_(0)
@@ -190,6 +201,8 @@ class Offloaded(Local):
     def _stand_in(self, key: int, value: torch.Tensor) -> tuple[torch.Tensor, int]:
         """A tensor like another, on the device and without memory, and the bytes that it would have."""
         cached = self._without_memory.get(key)
+        # One tensor for each of the model's, made once; its memory is given back at once, so it takes none between the
+        # steps.
         if cached is None or not _alike(cached[0], value):
             made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device)
             cached = self._without_memory[key] = made, made.untyped_storage().nbytes()

@@ -67,7 +67,6 @@ def check_together(
 
     Args:
         schedule: of all of them.
-        graph: all steps.
         pipelines: each microbatch's lowered pipeline.
         offloads: values that leave for the host.
         kept: sharded parameters that stay gathered for a while.
@@ -79,12 +78,15 @@ def check_together(
     """
     first, others = pipelines[0], costs_of_others(pipelines)
     if not others:
+        # All microbatches are alike, and the plan was made for this very count: only its own refusal can be left.
         if first.refused is not None and first.allowed is not None and first.refused.minimum > first.allowed:
             plan_or_error(first.refused)
         return
+    # Plans of microbatches of another size are simulated in one schedule: their saved bytes overlap on each device.
     timing = simulate_time(schedule, graph, first.main.costs, others, offloads, kept)
     needed = max(timing.peak_bytes)
     if first.allowed is not None and needed > first.allowed:
+        # If every microbatch is already at its smallest plan, the sum is the least budget there is.
         least = all(pipeline.refused is not None for pipeline in pipelines)
         raise UnequalMicrobatchesError(Unfitting(needed, first.allowed, least))
     if first.offload is not None:
@@ -95,10 +97,8 @@ class Scheduled(NamedTuple):
     """The instructions that workers run.
 
     Attributes:
-        instructions: of each device.
         offloads: for each device, which values leave for the host and come back; empty: none.
         kept: for each device, the sharded parameters that stay gathered, by positions of its instructions.
-        programs: of each microbatch.
     """
 
     instructions: list[list[Instruction]]
@@ -111,7 +111,6 @@ def scheduled_run(captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None)
     """Work out what workers run.
 
     Args:
-        captured: the microbatches.
         kinds: which kinds of actions the run consists of; ``None``: all.
 
     Raises:
@@ -124,10 +123,13 @@ def scheduled_run(captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None)
     whole = pipeline.schedule(graph, len(captured.programs))
     pipelines = [of_batch.pipeline for of_batch in captured.graphs]
     others = costs_of_others(pipelines)
+    # A run of forwards alone cannot keep values on the host unless the backwards follow as a second run of the same
+    # order.
     offloads = pipeline.offloads(whole, graph, others) if kinds is None or whole.forwards_before_backwards else []
     kept = pipeline.kept(whole, graph, others)
     check_together(whole, graph, pipelines, offloads, kept)
     schedule = whole if kinds is None else whole.only(*kinds)
+    # Forwards have to know what the later backwards read, or they would free it.
     later = whole.only(*KINDS[1:]) if kinds == (ActionKind.FORWARD,) else None
     instructions = instructions_of(schedule, captured.programs, later)
     steps = offload_steps_of(whole, instructions, offloads, kinds) if offloads else []
@@ -146,12 +148,14 @@ def reads_left_elsewhere(instructions: Sequence[Sequence[Instruction]]) -> Actio
     known: list[set[tuple[int, int]]] = []
     for of_device in instructions:
         forwards = [instruction for instruction in of_device if instruction.action.kind is ActionKind.FORWARD]
+        # What a device has when the forwards are done: its own results, and what it received for its own forwards.
         made = {(each.action.microbatch, number) for each in forwards for number in each.code.outputs}
         left |= made
         known.append(made | {read for each in forwards for read in _values_read(each)})
     for of_device, here in zip(instructions, known, strict=True):
         backwards = [instruction for instruction in of_device if instruction.action.kind is not ActionKind.FORWARD]
         for instruction in backwards:
+            # The backward would ask another device for a value after that device's run has ended.
             if (left - here).intersection(_values_read(instruction)):
                 return instruction.action
     return None
@@ -185,7 +189,6 @@ def kept_of(
     Args:
         schedule: the schedule of a whole step, whose positions are given.
         instructions: of each rank, some kinds of actions perhaps; actions that a microbatch does not have are missing.
-        kept: what stays gathered.
     """
     gaps_of_ranks: list[list[KeptGathered]] = []
     for rank, of_rank in enumerate(instructions):
@@ -195,6 +198,8 @@ def kept_of(
             where = {action: position for position, action in enumerate(schedule.actions(rank))}
             positions = [where[instruction.action] for instruction in of_rank]
         gaps_of_ranks.append(
+            # Positions of the schedule become positions among this rank's instructions, which lack actions that a
+            # microbatch does not have.
             [
                 dataclasses.replace(
                     each,

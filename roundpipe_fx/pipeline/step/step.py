@@ -66,11 +66,6 @@ class Splitting:
     """Functions that split batches and merge outputs; ``None``: by convention.
 
     For specifications see :mod:`roundpipe_fx.pipeline.batches.microbatch`.
-
-    Attributes:
-        inputs: ``split_input``.
-        labels: ``split_label``.
-        outputs: ``merge_output``.
     """
 
     inputs: Any = None
@@ -83,10 +78,6 @@ class StepInputs:
     """Arguments of :meth:`roundpipe_fx.CompiledModule.forward_backward`.
 
     Attributes:
-        args: for the model.
-        kwargs: for the model.
-        labels: for ``loss_fn``.
-        loss_fn: computes the loss.
         return_outputs: whether to return the model's outputs too.
         optimizer: steps within this step.
         synchronize: whether to wait for its updates.
@@ -111,7 +102,6 @@ class _StepCalls:
         calls: one for each microbatch.
         splits: what was split into their inputs.
         weights: of each microbatch's loss.
-        rows: of each microbatch.
         counted: whether the model is given the number of what counts in the batch.
     """
 
@@ -126,7 +116,6 @@ class Pipeline:
     """Runs a model's steps on workers.
 
     Attributes:
-        settings: how.
         compiled: the model, the model with its loss, and that with its outputs, compiled.
     """
 
@@ -166,7 +155,6 @@ class Pipeline:
         """See :meth:`roundpipe_fx.CompiledModule.forward_backward`.
 
         Args:
-            step_inputs: the user's.
             hand_over: whether gradients are passed to parameters and inputs now, or when the returned loss is
                 differentiated.
         """
@@ -181,6 +169,8 @@ class Pipeline:
             )
             args, kwargs, labels, microbatches = on_device
             inputs = StepInputs(args=args, kwargs=kwargs, labels=labels, loss_fn=loss_fn, microbatches=microbatches)
+            # Capture all microbatches before any of them runs: the schedule needs every microbatch's programs, and an
+            # error of tracing must leave no gradient behind.
             captured, made, weights = self._captured(
                 lambda: self._calls_of_step(inputs, kind), (args, kwargs, labels, loss_fn, kind, microbatches)
             )
@@ -218,15 +208,21 @@ class Pipeline:
             try:
                 captured, made, weights = self._captured(make, (args, kwargs), forwards_before_backwards=True)
             except NothingCompiled as uncomputed:
+                # No graph was compiled, so there are no stages to run: calling the model for each microbatch is the
+                # step.
                 self._optimized.updates.synchronize()
                 made = make()
                 outputs = [uncomputed.output, *(call() for call in made.calls[1:])]
                 return self._mode.to_model(merge(outputs, self._splitting.outputs, made.weights, made.rows))
             training = any(program.tangents for program in captured.programs)
+            # Without incoming gradients no backward can follow. Nothing is saved, and the forwards alone are a complete
+            # run.
             if not training:
                 finished = self._run(captured, [[] for _ in captured.programs], (ActionKind.FORWARD,), [])
                 outputs = self._model_outputs(captured, finished.outputs)
                 return self._mode.to_model(merge(outputs, self._splitting.outputs, weights, made.rows))
+            # Two runs: the forwards now, the backwards when autograd asks for the first gradient. Autograd calls `run`
+            # again then, with the values that the forwards left.
             run = functools.partial(self._run_part, captured)
             self._mode.refuse_backward_elsewhere(captured, self._scheduled)
             results, of_outputs = through_autograd(captured, made.splits, run, self._alive, self._mode.receivers())
@@ -273,19 +269,21 @@ class Pipeline:
         """The microbatches, the calls that were captured, and weights; the same on all ranks.
 
         Args:
-            make: makes the calls.
-            batch: the step's inputs.
             forwards_before_backwards: whether all forwards are to run before all backwards.
             runs: whether they are to run.
         """
         made: list[_StepCalls] = []
 
+        # `agreed` may call `capture` more than once, where a rank has to trace again: only the calls of the last time
+        # count.
         def capture() -> CapturedCalls:
             made[:] = [make()]
             return self._take(made[0], forwards_before_backwards)
 
         agreed_on = batch, torch.is_grad_enabled()
         captured = self._mode.agreed(agreed_on, capture, self._scheduled, runs, self.settings.microbatches)
+        # A sum over samples adds up over microbatches as it is; a mean is weighted by each microbatch's share of the
+        # rows.
         added = any(graph.loss_reduction == "sum" for graph in captured.graphs)
         return captured, made[0], [1.0] * len(made[0].weights) if added else made[0].weights
 
@@ -305,6 +303,8 @@ class Pipeline:
             kwargs, labels = {**kwargs, "labels": labels}, None  # a model that takes its labels itself
         self._refuse_jagged((args, kwargs))
         splitting, count = self._splitting, self.settings.microbatches
+        # Labels are passed on because inputs and labels are split alike: a list may be one of samples by the size of
+        # the labels only.
         pieces = split_inputs(args, kwargs, count, splitting.inputs, self._names, labels, splitting.labels)
         check_batch_sizes(args, kwargs, labels, count, splitting.inputs, splitting.labels)
         targets = split_labels(labels, len(pieces), splitting.labels, (args, kwargs), splitting.inputs)
@@ -344,6 +344,7 @@ class Pipeline:
     ) -> _StepCalls:
         """Calls, with the weight of each one's loss in that of the batch, unless it reads the count of the batch."""
         summed = self.settings.loss_reduction == "sum" or len(pieces) == 1
+        # Mean over the batch = sum of count_i / sum(counts) * mean over microbatch i.
         weights = [1.0 if summed else count / sum(rows) for count in rows]
         counted = any(kwargs.get(COUNT_OF_BATCH) is not None for _, kwargs in pieces)
         return _StepCalls(calls, splits, weights, rows, counted)
@@ -373,6 +374,7 @@ class Pipeline:
         """Inputs where the graph is to run; notes whether the model is offloaded."""
         modules = [module for module in (self._model, loss_fn) if isinstance(module, nn.Module)]
         extra = tensors_of_sums(self._model) if self._deferred else ()
+        # A model can be moved between steps, so where it is, is looked up before each one.
         before = self._mode
         self._mode = placed(before, modules, extra)
         if before.offloaded != self._mode.offloaded:
@@ -390,6 +392,8 @@ class Pipeline:
         devices = self._mode.worker_devices
         if devices and devices[0].type != "cpu":
             self._workers_on(devices)  # before a plan is made for the memory that is free
+        # Nothing is updated yet: no tensor of an offloaded model needs memory on the device while its microbatches are
+        # captured.
         with self._mode.calling({}):
             modules = [*self._model.modules()]
             keep = torch_private.keep_users_exceptions
@@ -415,6 +419,8 @@ class Pipeline:
         """
         outputs, kept = [], []
         count = len(captured.calls)
+        # The same memory can be read by the model's Python code after the graph, so it has to see buffers as the step
+        # has updated them.
         updated = {
             id(of_batch[position]): of_batch[position]
             for program, of_batch in zip(captured.programs, captured.primals, strict=True)
@@ -422,6 +428,8 @@ class Pipeline:
         }
         with self._mode.calling(updated):
             for index, (call, of_batch) in enumerate(zip(captured.calls, results, strict=True)):
+                # Detached: the user's code behind the graph must not extend an autograd graph that the step does not
+                # know.
                 returned = [value.detach() if isinstance(value, torch.Tensor) else value for value in of_batch]
                 with return_results(returned, functools.partial(check_unchanged, captured, index)):
                     output = call()
@@ -430,6 +438,7 @@ class Pipeline:
                 output, of_call = self._kept.replaced(captured.graphs[index], returned, pairs, output, count)
                 outputs.append(output)
                 kept.append(of_call)
+        # One microbatch outside autograd cannot differ from others, so there is nothing to learn from it.
         if count > 1 or differentiated is not None:
             self._kept.learn(captured.graphs, kept)
         self._mode.finish(captured)
@@ -464,12 +473,15 @@ class Pipeline:
                 workers, captured, kinds, self._scheduled, tangents, streams, inherited, updates, updating
             )
         random_streams.finish(device, streams)
+        # Forwards and backwards that are two runs are one step on the timeline: the spans of the second are appended.
         whole = kinds != _BACKWARD or not captured.graphs[0].measured
         before = [] if whole else captured.graphs[0].measured[-1]
         captured.graphs[0].measured[:] = [joined_spans(before, finished.spans)]
         return finished
 
     def _scheduled(self, captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None) -> Scheduled:
+        # Programs are cached by the compiler, so their identities are a key; a key per kind, because both halves of one
+        # step are schedules of their own.
         key = (kinds, *(id(program) for program in captured.programs))
         if key not in self._schedules:
             self._schedules[key] = scheduled_run(captured, kinds)

@@ -39,6 +39,7 @@ class CallsAlive:
             call: alive until its backward has begun (``call.values`` is ``None``) or nothing refers to it.
             budget: bytes that each device may take for one; ``None``: there is no limit.
         """
+        # A call counts as alive while it holds saved values; the set is weak, so a dropped output releases its call.
         self._calls.add(call)
         alive = sum(1 for alive_call in self._calls if alive_call.values is not None)
         if alive > 1 and budget is not None and not self._warned:
@@ -67,12 +68,10 @@ def through_autograd(
     """Each microbatch's results, and by number those that are differentiated, with the backwards behind them.
 
     Args:
-        captured: the microbatches.
         splits: tensors that were split into their inputs.
-        run: runs them.
-        alive: records the call.
-        instead: see :func:`receivers_of`.
     """
+    # One autograd node for the whole step: autograd calls `backward` once, when all incoming gradients are known, and
+    # the schedule is free to order microbatches.
     step = _StepFunction(captured, splits, run, instead or {})
     receivers = receivers_of(captured.primals, splits, instead)
     flat = _PipelinedStep.apply(step, [*receivers], *(receiver.tensor for receiver in receivers.values()))
@@ -114,6 +113,8 @@ class _StepFunction:
                 self.captured.programs, self.captured.graphs, finished.outputs, strict=True
             )
         ]
+        # Buffers that the step updates itself change their versions legitimately; everything else that the backward
+        # reads must not change before it.
         mutated = {
             id(primals[position])
             for program, primals in zip(self.captured.programs, self.captured.primals, strict=True)
@@ -133,6 +134,7 @@ class _StepFunction:
             raise RuntimeError(
                 "the backward of this pipelined step has run already, and what it needs is freed: call the model again."
             )
+        # Popped one by one: a value is freed as soon as it was checked and no longer read.
         while self.versions:  # do not hold what was checked
             value, version = self.versions.pop()
             if value._version != version:
@@ -141,6 +143,7 @@ class _StepFunction:
                     "changed in place after the forward."
                 )
             del value
+        # Moved out of the object first, so the run holds the only references, and values die at their last use.
         values, self.values = self.values, None
         tangents = [
             [incoming_gradient(*of_one) for of_one in zip(of_batch, likes, graph.strided, strict=True)]
@@ -163,6 +166,8 @@ class _PipelinedStep(torch.autograd.Function):
     def forward(ctx: Any, step: _StepFunction, keys: list[int], *_tensors: torch.Tensor) -> tuple[Any, ...]:
         ctx.step = step
         ctx.keys = keys
+        # A missing gradient stays None: `incoming_gradient` makes zeros where a stage needs them, with the strides that
+        # were traced.
         ctx.set_materialize_grads(False)
         step.forward()
         return tuple(
@@ -176,6 +181,8 @@ class _PipelinedStep(torch.autograd.Function):
         with torch.no_grad():
             received = ctx.step.backward(gradients)
         results = [received.get(key) for key in ctx.keys]
+        # Autograd records the backward itself. Results are tied to what they depend on, so that differentiating them
+        # raises instead of giving zero.
         if torch.is_grad_enabled():  # create_graph=True
             differentiable = [value for value in gradients if value is not None and value.requires_grad]
             receivers = receivers_of(ctx.step.captured.primals, ctx.step.splits, ctx.step.instead)

@@ -29,7 +29,6 @@ def updating(
         parameters: the model's, as its optimizer sees them.
         optimizer: steps in this step; ``None``: none does.
         synchronize: whether to wait for the updates at the end.
-        captured: the step.
         updatable: identities of tensors of the model that are on the host; ``None``: all that are.
 
     Returns:
