@@ -26,7 +26,6 @@ def accumulate_gradients(joint: JointGraph, costs: CostModel, in_place: bool = T
 
     Args:
         joint: a graph with stages and phases, in the order in which its modules will run.
-        costs: of the additions.
         in_place: whether stages run eagerly; a stage compiler gets out-of-place additions.
     """
     numbers, holders, position = StorageIds(), _Holders(list), {}

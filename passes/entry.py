@@ -37,7 +37,6 @@ class PassContext:
     """Facts that a pass may know besides the graph. Decisions between levels are added to it.
 
     Attributes:
-        options: the user's.
         device: the device to compile for.
         compiler: what runs the stage modules.
         costs: modelled seconds of operations and transfers on the device.
@@ -105,7 +104,6 @@ class Pass:
             ``torch.fx.Graph`` that it got, rewritten in place.
         level: the level that it works at.
         when: whether it runs; the first line of its docstring says so in the table.
-        about: a short description.
         needs: names of passes that must run before it.
     """
 

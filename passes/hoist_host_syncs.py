@@ -46,7 +46,6 @@ def hoist_host_syncs(joint: JointGraph, registered: Collection[Any] = (), collec
     """Mark operations that must not run twice, and move them with their operands to the forward. Runs after annotate.
 
     Args:
-        joint: an annotated graph.
         registered: operators (``OpOverload`` or ``OpOverloadPacket``) that the user declared to force a host sync.
         collectives: whether those of the forward must not run twice: where all ranks follow one plan, they may.
     """

@@ -30,7 +30,6 @@ def copy_to_host(program: fx.Graph, copies: Collection[ValueOnHost]) -> fx.Graph
 
     Args:
         program: it; it is rewritten.
-        copies: what leaves.
 
     Returns:
         the graph.
@@ -63,7 +62,6 @@ def copy_back(program: fx.Graph, copies: Collection[ValueOnHost]) -> fx.Graph:
 
     Args:
         program: it; it is rewritten.
-        copies: what has left.
 
     Returns:
         the graph.

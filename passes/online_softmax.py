@@ -59,12 +59,7 @@ def write_online(
 
 
 def log_sum_exp_of(joint: JointGraph, name: str) -> fx.Node:
-    """The log-sum-exp of a log-softmax that has been rewritten with sums.
-
-    Args:
-        joint: the graph.
-        name: of the log-softmax.
-    """
+    """The log-sum-exp of a log-softmax that has been rewritten with sums."""
     names = {_named(name, what) for what in ("logsumexp", "log_sum_exp")}
     return next(node for node in joint.in_phase(Phase.FORWARD) if node.name in names)
 

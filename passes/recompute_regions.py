@@ -48,7 +48,6 @@ def mark_recompute_regions(joint: JointGraph, replays_random: bool = True) -> Jo
     """Mark values that must and must not be saved. Runs after hoist_host_syncs, before the graph is cut.
 
     Args:
-        joint: an annotated graph.
         replays_random: whether random operations may be replayed at all; else their results are saved.
 
     Returns:

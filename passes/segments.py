@@ -53,7 +53,6 @@ def cut_segments(
     """Mark every computing node with its segment.
 
     Args:
-        joint: an annotated graph.
         required_cuts: positions in the forward order before which a segment must begin (stage names of the user).
         updates_whole: whether an input that is updated must be read and updated in one segment, unless a required cut
             is between: a stage can then run for several microbatches before the next one does.

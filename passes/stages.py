@@ -32,7 +32,6 @@ def cut_stages(
 
     Args:
         joint: a graph with segments.
-        segments: its segments.
         stages: how many, or ``"auto"``: as few as keep each stage within 1.1 times the heaviest segment.
         transfer_seconds: returns the modelled seconds of sending a number of bytes from one stage to the next.
 
@@ -74,7 +73,6 @@ def positions_of_names(
     """Forward positions at which the named modules begin.
 
     Args:
-        joint: an annotated graph.
         names: module paths as in ``model.named_modules()``.
         clean: turns the tracer's spelling of a module path into the user's.
         following: for each of the model's modules those that run after it, as far as known: a stage that should begin

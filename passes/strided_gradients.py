@@ -65,7 +65,6 @@ def _strides_matter(
     than are recorded.
 
     Args:
-        node: whose value.
         value: fake, with the other strides.
         zeros: whether it is the zeros themselves, or a view of them, which add up to zero in any order.
         returned: the forward's outputs: autograd derives their views from the recorded strides.

@@ -172,8 +172,8 @@ def _size(text: str, name: str) -> int:
     """The bytes of a size as text.
 
     Args:
-        text: such as ``"6GiB"``.
-        name: of the option.
+        text: a number with an optional unit, such as ``"6GiB"`` or ``"80 GB"``.
+        name: the option's name, for the message of an error.
 
     Raises:
         ValueError: it is no size.
@@ -193,7 +193,6 @@ def default_budget(device: torch.device, libraries: int = 0) -> int:
     """90 % of a CUDA device's free memory: what the driver has free, and what the allocator holds and does not use.
 
     Args:
-        device: the device.
         libraries: bytes that libraries are going to keep there, and have not allocated.
     """
     free, _ = torch.cuda.mem_get_info(device)

@@ -26,7 +26,6 @@ def histories_of(device: torch.device, needed: int) -> tuple[History, ...]:
     """The histories by which all plans for a device are judged; none where only rounded sizes count.
 
     Args:
-        device: the device.
         needed: the peak of a step, in bytes, without what is not split off.
     """
     if allocator_of(device) is None:

@@ -49,7 +49,6 @@ def read_data(path: Path, header: Mapping[str, str]) -> Any:
     """The data of a file.
 
     Args:
-        path: the file.
         header: as it was written with.
 
     Raises:

@@ -31,11 +31,7 @@ def missing_gradients(joint: JointGraph) -> dict[fx.Node, torch.Tensor]:
 
 @contextlib.contextmanager
 def as_expanded_zeros(joint: JointGraph) -> Iterator[None]:
-    """Meanwhile, incoming gradients that are not expected, and views of them, are recorded as expanded scalars.
-
-    Args:
-        joint: the graph.
-    """
+    """Meanwhile, incoming gradients that are not expected, and views of them, are recorded as expanded scalars."""
     values = missing_gradients(joint)
     for node in joint.computed() if values else ():
         source = next((source for source in node.all_input_nodes if source in values), None)

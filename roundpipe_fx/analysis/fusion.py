@@ -128,7 +128,6 @@ def is_virtual(node: fx.Node, phase: Phase) -> bool:
 
     Args:
         node: of an annotated graph.
-        phase: of the readers.
     """
     return is_fusible(node) and _only_kernels_read(node, phase)
 

@@ -49,7 +49,6 @@ def why_host_sync(
     """Why an operation must not be repeated.
 
     Args:
-        operator: the operator.
         args: its positional arguments, nodes or tensors.
         operands: tensors that it reads, real or fake.
         results: tensors that it returns, real or fake.

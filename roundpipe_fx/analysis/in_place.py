@@ -63,7 +63,6 @@ def in_place_forms(
     """In-place forms of an operation, best first.
 
     Args:
-        node: the operation.
         dies: whether an operand (first argument) is not needed after an operation (second argument).
     """
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten" or not is_tensor(node):

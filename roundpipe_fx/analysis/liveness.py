@@ -67,8 +67,7 @@ def peak_of(
     """The peak of a sequence of events.
 
     Args:
-        events: operations in order.
-        sizes: bytes by storage.
+        sizes: bytes of each storage, indexed by its number.
         before: storages that are alive when the first event runs.
         lasting: storages that live to the end.
         arriving: storages that are allocated by others, by position of the event that follows.

@@ -97,7 +97,6 @@ def memory_timeline(
     """Memory over the step that a peak was predicted for.
 
     Args:
-        course: its programs, followed.
         own_nodes: by name of a stage module and of its node, the node of the joint graph that it stands for.
         allocator: a new simulated allocator, if the device has a caching one.
         owners: positions of the inputs that get gradients, which were allocated before the other inputs.

@@ -25,12 +25,9 @@ class Operation:
     Attributes:
         index: position among the operations: those of the forward in order, then those of the backward, last segment
             first.
-        node: the node.
-        segment: its segment.
-        stage: its stage.
         reads: storages that it reads, each once.
         makes: storages that it makes.
-        seconds: modelled seconds.
+        seconds: modelled seconds of one execution on the device that the graph is compiled for.
         inplace_candidates: storages that its result may overwrite, if they die here.
         workspace: bytes that its kernel allocates and frees while it runs.
     """
@@ -57,7 +54,7 @@ class RecomputeRecipe:
         reads: storages that it reads.
         makes: storages that it makes.
         workspace: bytes that it allocates beside these and frees at once, including its kernel's workspace.
-        seconds: modelled seconds.
+        seconds: modelled seconds of one execution on the device that the graph is compiled for.
     """
 
     operation: Operation
@@ -107,7 +104,7 @@ class OperationGraph:
     Attributes:
         forward: operations of the forward, in order.
         backward: operations of the backward by segment, each in order.
-        sizes: bytes by storage.
+        sizes: bytes of each storage, indexed by its number.
         makers: index of the forward operation that makes a storage; absent for those of the backward and tangents.
         segment_of: by storage, the segment of its maker; for tangents the number of segments.
         values: by forward storage, the node (not a view or a tuple) whose value it is, where there is one.
@@ -132,7 +129,6 @@ class OperationGraph:
         last_segments: by forward storage, the last segment whose forward or backward reads it.
         stages: by segment, its stage.
         regions: storages made in parts of the model that have their own budget, with that budget.
-        segments: number of segments.
         step: memory of other calls, where a step makes several; ``None``: there are none.
     """
 

@@ -39,7 +39,6 @@ def expect_loss(joint: JointGraph, autocast: Collection[str], observed_tangents:
     """Annotate incoming gradients with the memory that a loss outside the model may take for each output.
 
     Args:
-        joint: a captured graph.
         autocast: types of devices for which autocast is enabled.
         observed_tangents: names of incoming gradients that steps have passed although the model returns a scalar.
 
@@ -93,12 +92,7 @@ def lasting_bytes(tangents: Collection[fx.Node], granularity: int = 1) -> int:
 
 
 def output_bytes(joint: JointGraph, outputs: Iterable[int]) -> int:
-    """Bytes of outputs of the forward.
-
-    Args:
-        joint: the graph.
-        outputs: their numbers.
-    """
+    """Bytes of outputs of the forward."""
     return tensor_bytes([value for position in outputs for value in tensor_values(joint.outputs[position])])
 
 

@@ -62,7 +62,6 @@ class Course:
     """The events of a forward and a backward program, with a loss between them.
 
     Attributes:
-        forward: the forward program.
         backward: the backward program; ``None`` for inference.
         run: the events, with the storages that they read and make.
         ends: number of events of the forward; the next one is the loss.
@@ -100,7 +99,6 @@ def course_of(
     """Follow both programs once.
 
     Args:
-        forward: the forward program.
         backward: the backward program; ``None`` for inference.
         tangents: incoming gradients that the step is expected to get; others are an expanded scalar zero.
         granularity: bytes that the device's allocator rounds sizes up to.
@@ -169,7 +167,6 @@ class ProgramEvents:
 
     Args:
         granularity: bytes that the device's allocator rounds sizes up to.
-        follow: see :func:`course_of`.
 
     Attributes:
         numbers: the storages, and their sizes.
@@ -190,7 +187,6 @@ class ProgramEvents:
         """Follow a program.
 
         Args:
-            program: the program.
             inputs: of each the storages.
             held: storages that others refer to.
 

@@ -44,7 +44,6 @@ def read_operations(
 
     Args:
         joint: the graph; not changed.
-        segments: number of segments.
         granularity: bytes that the device's allocator rounds sizes up to.
         in_place: whether stages run eagerly, so that results may overwrite operands that die.
         sums: whether gradients of parameters are added to accumulated gradients, so that they do not outlive the stage.

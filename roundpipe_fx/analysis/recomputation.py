@@ -104,8 +104,6 @@ def repetition(joint: JointGraph, original: fx.Node, form: Form, before: fx.Node
     Its annotations are copied from the original and have to be updated unless ``form`` is ``Form.SAME``.
 
     Args:
-        joint: the graph.
-        original: the forward node.
         form: the form of the copy.
         before: the node before which the copy is inserted.
     """

@@ -38,7 +38,6 @@ class RematBlock:
     """Consecutive operations of one segment's backward.
 
     Attributes:
-        segment: the segment.
         stage: the stage in whose backward they run.
         ops: the operations, in order. Views need not be among them: they are created where they are read.
     """

@@ -55,7 +55,6 @@ def peak_of_course(
     """The peak of a step.
 
     Args:
-        course: its programs, followed.
         allocator: a new simulated allocator, if the device has a caching one. The peak is then the higher one of a
             first step and a later one, which finds the blocks that the first has left.
         owners: positions of the inputs that get gradients, which were allocated before the other inputs.

@@ -54,7 +54,6 @@ class HeldBytes:
     """Bytes that outlive the call that allocates them.
 
     Attributes:
-        bytes: number of bytes.
         maker: name of the stage module that allocates them.
         readers: names of the stage modules that read them.
         lasts: whether the caller gets and holds them.
@@ -83,7 +82,6 @@ def simulate_calls(
     Gradients do not count as values between calls: those of parameters are accumulated.
 
     Args:
-        forward: the forward program.
         backward: the backward program; ``None`` for inference.
         owners: for each result of the backward, the number of the input that it is the gradient of, or contributes to.
         tangents: incoming gradients that the step is expected to get.

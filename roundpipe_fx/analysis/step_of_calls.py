@@ -32,7 +32,6 @@ class Footprint:
     Attributes:
         forward: peak of its forward.
         saved: values that it saves for its backward.
-        outputs: its outputs.
         loss: peak of a loss outside the model.
         arriving: what stays allocated until the backward is over: the loss and the incoming gradients.
         backward: peak of its backward beyond all these.
@@ -70,7 +69,6 @@ def footprint_of(
     Args:
         events: events of its forward, one for the loss outside the model, and those of its backward.
         forward: number of events of the forward.
-        sizes: bytes by storage.
         lasting: storages that live to the end.
         arriving: storages allocated by others, by position; those after the loss are the loss and incoming gradients.
         outputs: bytes of its outputs.
@@ -180,7 +178,6 @@ def is_usual(calls: int, events: Sequence[tuple[NotedEvent, int]]) -> bool:
 
     Args:
         calls: number of its calls.
-        events: its events.
     """
     return calls == 1 and [event for event, _ in events if event in _BACKWARDS] in ([], [NotedEvent.BACKWARD])
 
@@ -204,7 +201,6 @@ def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
     """Peak bytes of a step.
 
     Args:
-        step: the step.
         footprints: footprints by graph; for other graphs the call's own footprint is used.
     """
     live = peak = 0

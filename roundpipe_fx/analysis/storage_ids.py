@@ -27,9 +27,6 @@ class StorageIds:
 
     Args:
         granularity: bytes that the device's allocator rounds sizes up to.
-
-    Attributes:
-        sizes: bytes by storage.
     """
 
     def __init__(self, granularity: int = 1) -> None:

@@ -125,12 +125,7 @@ class _StorageEvents(TorchDispatchMode):
 
 
 def call_signature(name: str, arguments: Sequence[Any]) -> str:
-    """A text that is the same for calls of an operator on operands of the same sizes.
-
-    Args:
-        name: the operator's.
-        arguments: its positional ones.
-    """
+    """A text that is the same for calls of an operator on operands of the same sizes."""
     return f"{name} {tree_map(_size_of, list(arguments))}"
 
 

@@ -25,7 +25,6 @@ class Program:
     """A graph of stage calls.
 
     Attributes:
-        name: ``forward`` or ``backward``.
         module: inputs, ``call_module`` nodes named after the stage modules, ``getitem`` of their results, output.
         calls: the stage modules, in the order of their first call.
         inputs: nodes of the joint graph that are its inputs.
@@ -46,10 +45,6 @@ def emit_forward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase], 
 
     Its inputs are the primals; its results the forward's outputs, then saved tensors, then saved opaque objects, then
     saved symbolic scalars.
-
-    Args:
-        joint: the graph.
-        modules: its stage modules.
     """
     calls = [module for (_, phase), module in sorted(modules.items()) if phase is Phase.FORWARD]
     saved = _ordered_saved(joint)
@@ -63,10 +58,6 @@ def emit_backward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase],
     Its inputs are saved symbolic scalars, saved tensors, saved opaque objects and tangents; its results one gradient
     per primal. In a pipeline there are also accumulated gradients among the inputs, and further contributions to
     gradients among the results.
-
-    Args:
-        joint: the graph.
-        modules: its stage modules.
     """
     calls = _backward_order([module for (_, phase), module in modules.items() if phase is not Phase.FORWARD])
     saved = _ordered_saved(joint)

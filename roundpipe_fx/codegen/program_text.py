@@ -79,7 +79,6 @@ def program_text(program: Program, describe: Callable[[StageModule], str] = lamb
     value dies at its last use. Stream operations do nothing on the CPU.
 
     Args:
-        program: forward or backward.
         describe: a comment for each stage call.
     """
     graph = program.module.graph

@@ -127,7 +127,6 @@ def own_nodes(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule
 
     Args:
         joint: the graph that was split.
-        modules: its stage modules.
 
     Returns:
         by name of the stage module and of its node, the node of the joint graph; nodes that rewriting has added are
@@ -180,7 +179,6 @@ def moved(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
 
     Args:
         module: the stage module. Values on the CPU (generator states) stay there.
-        device: the other device.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))

@@ -18,7 +18,7 @@ class Lora:
     """Low-rank adapters.
 
     Attributes:
-        rank: of each.
+        rank: inner dimension of the two factors of each adapter.
         alpha: by which their results are scaled, over the rank; ``None``: the rank.
         dropout: share of their inputs that are left out.
         targets: names of the layers that get one, or ``"all-linear"``; ``None``: those that PEFT knows for the model.
@@ -59,7 +59,6 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
 
     Args:
         model: on the meta device; changed.
-        lora: the adapters.
 
     Returns:
         the model with its adapters.

@@ -54,7 +54,6 @@ class QuantizedLinear(nn.Linear):
 
     Args:
         layer: whose place it takes, on the meta device.
-        kind: one of :data:`KINDS`.
     """
 
     def __init__(self, layer: nn.Linear, kind: str) -> None:
@@ -82,7 +81,6 @@ def quantize(model: nn.Module, kind: str) -> int:
 
     Args:
         model: on the meta device; changed.
-        kind: one of :data:`KINDS`.
 
     Returns:
         how many layers that are.

@@ -35,10 +35,7 @@ def marks_as_data(
     """The marks of a graph, by mark in the order of the computing nodes, with its segments and stages.
 
     Args:
-        joint: the graph.
         before: names of its computing nodes before these passes ran.
-        segments: its segments.
-        cuts: its stages.
 
     Returns:
         ``None`` if the passes did more than mark nodes, or marked them with other than plain values.
@@ -68,7 +65,6 @@ def mark_as_cached(joint: JointGraph, data: Any) -> JointGraph:
 
     Args:
         joint: a graph before the first of these passes; its nodes' ``meta`` is written.
-        data: of :func:`marks_as_data`.
 
     Raises:
         ValueError: the data belong to another graph.

@@ -45,9 +45,6 @@ def emit_by_policy(
         joint: a training graph with stages; it is rewritten.
         setting: what else there is to know.
         policy: says what is saved.
-        split: see :func:`emit`.
-        sums: see :func:`emit`.
-        known: see :func:`emit`.
     """
     schedule = recompute_rest(joint, policy(joint))
     return emit(joint, setting.knowing(schedule=schedule, early=True), split=split, sums=sums, known=known)

@@ -26,8 +26,6 @@ class MayLeave:
 
     Attributes:
         value: name of the value in the graph.
-        name: in both programs.
-        bytes: number of bytes.
         maker: name of the stage module of the forward that computes it.
         readers: names of the stage modules that read it.
         wanted: whether the user wants it there.
@@ -46,7 +44,6 @@ class _LeavingValue:
     """A value whose copy to the host is hidden.
 
     Attributes:
-        value: it.
         freed: number of the call of the forward during which the copy ends.
         back: number of the call of the backward that reads it first.
     """
@@ -68,9 +65,7 @@ def hidden_copies(
     """The values that leave, those first that are read first.
 
     Args:
-        values: that may.
         forward: name and seconds of each call.
-        backward: likewise.
         starts_of_stages: for each call of the backward, the number of the first call of its stage.
         byte_seconds: in which the link carries a byte.
         enough: bytes; no more values leave once they have so many.

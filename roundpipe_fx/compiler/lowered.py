@@ -35,7 +35,6 @@ class Lowered:
         joint: the graph, with every decision explicit.
         setting: what emission knew besides the graph.
         chosen: the planner's result; ``None``: a save policy decided.
-        modules: the stage modules.
         forward: the program that runs the forward.
         backward: the program that runs the backward; ``None`` for an inference graph.
         seconds: modelled, by stage and phase.
@@ -166,11 +165,9 @@ def course_of_programs(
 
     Args:
         joint: the graph that was emitted.
-        forward: its forward program.
         backward: its backward program, if it has one.
         tangents: the incoming gradients that a step is expected to pass.
         device: the device that was compiled for.
-        follow: see :func:`roundpipe_fx.analysis.program_events.course_of`.
     """
     granularity = allocation_granularity(device)
     outside = returned_view_bytes(joint, granularity)

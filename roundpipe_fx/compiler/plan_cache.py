@@ -155,8 +155,6 @@ def plan_file(
 
     Args:
         joint: the graph, before any pass.
-        device: to compile for.
-        costs: seconds of operations.
         options: everything else that decisions depend on, as plain values.
         registered_syncs: operators that the user declared to force a host sync.
         workspaces: assumed bytes that operators allocate for themselves, by name.

@@ -24,9 +24,6 @@ _MODULES = ("nn_module_stack", "fwd_nn_module_stack")
 def describe_graph(joint: JointGraph) -> Iterator[str]:
     """Lines that are equal for graphs with the same decisions, node names included.
 
-    Args:
-        joint: a captured graph.
-
     Raises:
         NotPlainError: it has symbolic sizes.
     """
@@ -72,10 +69,6 @@ def _constant(module: fx.GraphModule, name: str) -> str:
 
 
 def describe_device(device: torch.device) -> Iterator[str]:
-    """Lines that are equal where kernels need the same memory, and the allocator counts alike.
-
-    Args:
-        device: to compile for.
-    """
+    """Lines that are equal where kernels need the same memory, and the allocator counts alike."""
     yield f"{device} {device_text(device)}"
     yield f"{torch.backends.cpu.get_cpu_capability()} {kernel_settings()} {allocator_of(device) is None}"

@@ -103,8 +103,6 @@ def run_passes(
     """Run the passes of one level.
 
     Args:
-        graph: it is rewritten.
-        passes: the whole list.
         level: which of them run.
         context: what passes may know.
         start: position of the first one that may run.

@@ -34,7 +34,6 @@ def schedule_from_data(data: Any, joint: JointGraph) -> RematSchedule:
     """The schedule for a graph.
 
     Args:
-        data: of :func:`schedule_as_data`.
         joint: a graph with stages.
 
     Raises:

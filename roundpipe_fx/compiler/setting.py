@@ -24,7 +24,6 @@ class Setting:
     """Facts that lowering knows besides the graph.
 
     Attributes:
-        passes: the whole list.
         context: what passes may know.
         share: of the budget that may be used.
         beyond_plan: bytes that compiled stages are assumed to hold beyond what the graph says.

@@ -42,9 +42,6 @@ def may_leave(
     """The values that may be on the host between forward and backward.
 
     Args:
-        joint: the graph.
-        forward: its forward program.
-        backward: its backward program.
         tangents: incoming gradients that the step is expected to get.
         device: type of the device on which the graph's values are.
         granularity: bytes that the device's allocator rounds sizes up to.
@@ -78,13 +75,7 @@ def may_leave(
 
 
 def wanted(values: Sequence[MayLeave], forward: Program, backward: Program) -> list[ValueOnHost]:
-    """Values that the user wants on the host, and when they are copied.
-
-    Args:
-        values: that may leave.
-        forward: the forward program.
-        backward: the backward program.
-    """
+    """Values that the user wants on the host, and when they are copied."""
     return [copy for value in values if value.wanted for copy in _copies(value, forward.calls, backward.calls)]
 
 
@@ -100,9 +91,6 @@ def hidden(
     """Values that leave though the user has not asked for it, as their copies are hidden.
 
     Args:
-        values: that may leave.
-        forward: the forward program.
-        backward: the backward program.
         seconds: modelled, by stage and phase.
         byte_seconds: in which the link carries a byte.
         enough: bytes; no more values leave once they have so many.
@@ -151,7 +139,6 @@ def wants_host(joint: JointGraph, device: str) -> bool:
     """Return whether the user wants some value on the host, and the device is not the host.
 
     Args:
-        joint: the graph.
         device: type of the device.
     """
     return device != "cpu" and any(Mark.ON_HOST in node.meta for node in joint.graph.nodes)
@@ -179,7 +166,6 @@ def may_be_on_host(node: fx.Node, device: str) -> bool:
     device.
 
     Args:
-        node: the value.
         device: type of the device.
     """
     value = node.meta.get("val")

@@ -127,7 +127,6 @@ def agree(ranks: Ranks, statement: Statement, size: int, parts: int = 1) -> list
 
     Args:
         ranks: of one pipeline or of several, one after another.
-        statement: this rank's.
         size: how many ranks a pipeline has.
         parts: how many pipelines a replica has.
 
@@ -160,7 +159,6 @@ def together(ranks: Ranks, what: str) -> Iterator[None]:
     """Context manager in which every rank does something on its own; if one fails, all raise.
 
     Args:
-        ranks: all of them.
         what: what they do, for the message.
 
     Raises:

@@ -70,7 +70,6 @@ def known_at_end(
     """Identities of the tensors of whose gradient some part is not computed by an action of this run.
 
     Args:
-        programs: of each microbatch.
         primals: for each microbatch, the inputs.
         ran: (stage action, microbatch) of this run, on all ranks.
     """
@@ -94,8 +93,6 @@ def buckets_of(
     """The buckets of a rank, in the order in which they are started.
 
     Args:
-        instructions: of the rank.
-        programs: of each microbatch.
         primals: for each microbatch, the inputs.
         parameters: the model's, by identity, in its order.
         late: identities of those that are in no bucket.

@@ -45,7 +45,6 @@ def load_files(ownership: Ownership, path: str | Path, fill: Fill | None, seed: 
         ownership: of a planned model.
         path: a folder or a file.
         fill: writes what the files do not have.
-        seed: see :func:`initialize`.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -39,7 +39,6 @@ def steps_of(
     """Tensors that a rank gathers and drops, by position of the instruction before which it does.
 
     Args:
-        instructions: of the rank.
         primals: for each microbatch, the inputs.
         sharded: identities of the parameters that are sharded.
         kept: what stays gathered, by positions of instructions.
@@ -60,8 +59,6 @@ def refuse_escapes(
     """Refuse results of stages that are a parameter, or a view of one, whose memory the next stage no longer has.
 
     Args:
-        instructions: of each rank.
-        programs: of each microbatch.
         primals: for each microbatch, the inputs.
         names: of the model's tensors, by identity.
 

@@ -79,7 +79,6 @@ class PipelineGroup(Ranks):
         mesh: with a dimension ``"pp"`` or ``"dp"``.
 
     Attributes:
-        device: this process's device.
         replica: number of this pipeline's replica.
         replicas: the ranks with the same stages; ``None``: there is one pipeline.
         part: which part of the layers of its stages this rank has; a pipeline sends values between ranks of one part.
@@ -138,7 +137,6 @@ class PipelineGroup(Ranks):
         """Start sending a dense tensor, which must not be freed or changed until it was waited for.
 
         Args:
-            value: it.
             target: number of the receiver.
             channel: messages between two ranks arrive in order within a channel.
         """

@@ -22,9 +22,7 @@ class ValueLayout:
     Attributes:
         kind: ``"tensor"``, or ``"int"``, ``"float"`` or ``"bool"`` for a number.
         shape: of a tensor; ``None`` if it depends on data.
-        stride: likewise.
         dims: number of dimensions of a tensor.
-        dtype: of a tensor.
         device: type of its device.
     """
 

@@ -30,10 +30,6 @@ def devices_of(
     """The devices to plan for: one for each rank, all like this one's.
 
     Args:
-        mesh: the user's.
-        model: what is compiled.
-        options: the user's.
-        checkpoint: the user's.
         **others: options that contradict a mesh, with the values that the user gave.
 
     Raises:
@@ -84,8 +80,6 @@ def _check_parallel_layers(mesh: DeviceMesh, model: nn.Module, sharded: bool) ->
     """Check a model whose layers are distributed, or not, against the mesh.
 
     Args:
-        mesh: the user's.
-        model: what is compiled.
         sharded: whether replicas share out parameters.
 
     Returns:
@@ -134,9 +128,6 @@ def on_mesh(pipelining: Pipelining, mesh: DeviceMesh, model: nn.Module, shard: s
 
     Args:
         pipelining: the user's, with a device for each rank of a pipeline.
-        mesh: the user's.
-        model: what is compiled.
-        shard: the user's.
 
     Raises:
         ValueError: layers are distributed over other ranks than the mesh says, or what is not supported.

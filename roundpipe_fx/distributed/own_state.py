@@ -34,10 +34,6 @@ def process_pipeline(
     """This rank's part in a pipeline over processes.
 
     Args:
-        model: the model.
-        mesh: the user's.
-        options: the user's.
-        pipelining: the user's.
         **others: more that is to be the same on all ranks.
     """
     text = _ADDRESS.sub("", ", ".join(map(str, (options, pipelining, *others.items()))))

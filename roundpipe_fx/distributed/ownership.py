@@ -41,8 +41,6 @@ def readers_of(
     """The ranks that read or update each input, by its identity.
 
     Args:
-        instructions: of each rank.
-        programs: of each microbatch.
         primals: for each microbatch, the inputs.
     """
     ranks_reading: dict[int, set[int]] = {}
@@ -73,7 +71,6 @@ class Ownership:
     Args:
         model: the model. What lies on the meta device is replaced by tensors without memory on ``device``.
         rank: number of this rank.
-        device: of this rank.
         shard_mesh: of the replicas that share out what it owns; ``None``: each has all of it.
 
     Attributes:
@@ -276,8 +273,6 @@ def gradients_elsewhere(
     """Tensors whose gradients are to be summed over ranks, or sent to others: see :func:`sum_gradients`.
 
     Args:
-        instructions: of each rank.
-        programs: of each microbatch.
         primals: for each microbatch, the inputs.
         owners: the ranks that get the gradient of a tensor, by its identity.
     """

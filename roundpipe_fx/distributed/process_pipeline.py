@@ -74,14 +74,11 @@ class ProcessPipeline(Local):
     """This rank's part in a pipeline over processes. Constructed by all ranks at the same time.
 
     Args:
-        model: the model.
-        group: the ranks.
         options: the user's options as a text, which is to be the same on all ranks.
         shard_mesh: of the replicas that share out parameters; ``None``: each has all of its stages'.
         budgeted: whether the memory of a step has a bound.
 
     Attributes:
-        group: the ranks.
         ownership: the model's tensors on this rank.
         replication: what this rank has in common with those of other replicas.
         shown: returns what steps have shown on this rank; ``None``: its plans do not take it into account.
@@ -145,7 +142,6 @@ class ProcessPipeline(Local):
 
         Args:
             batch: the step's inputs, any tree.
-            capture: captures the microbatches.
             scheduled_of: returns what workers run in a whole step.
             runs: whether the step is to run, which needs a loaded model.
             microbatches: into how many a batch is split at most.

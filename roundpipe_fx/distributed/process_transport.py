@@ -50,7 +50,6 @@ class _Arriving:
     """A parcel whose receive was started.
 
     Attributes:
-        parcel: it.
         integers: what travels first, and its operation.
         state: of the generator, and its operation.
         bodies: the dense elements of its tensors and their operations; ``None`` until their sizes are known.
@@ -69,7 +68,6 @@ class ProcessTransport:
 
     Args:
         group: the ranks of the pipeline.
-        transfers: of this rank.
         streams: of the microbatches' random numbers.
         end: what the ranks that run together, those of the pipeline or of its replicas too, tell each other at the end.
         overlap: whether what an action has sent may be in flight during the next one.

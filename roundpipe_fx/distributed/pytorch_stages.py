@@ -51,8 +51,6 @@ class _Stage(_Tensors):
     """The forward of one stage.
 
     Args:
-        stage: it.
-        number: its index.
         sources: of the graph's inputs after what it receives.
         signature: of the model's forward.
         last: whether it returns the model's results.
@@ -120,7 +118,6 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
 
     Args:
         processes: this rank's part in the pipeline.
-        traced: a step.
 
     Raises:
         ValueError: PyTorch's runtime cannot run these stages; the message says why.

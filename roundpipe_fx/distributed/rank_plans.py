@@ -74,7 +74,6 @@ def _module_text(module: fx.GraphModule, symbols: dict[str, str]) -> str:
     Which names are free when a node or a symbolic size is made may depend on what else the process has compiled.
 
     Args:
-        module: the stage.
         symbols: what stands for symbolic sizes, by name; those of this stage are added.
     """
     numbers = {node.name: f"%{number}" for number, node in enumerate(module.graph.nodes)}
@@ -116,7 +115,6 @@ def gradients_text(
     """Which stage actions compute the gradients of the model's tensors.
 
     Args:
-        programs: of each microbatch.
         primals: for each microbatch, the inputs.
         names: of the model's tensors, by identity.
     """
@@ -141,7 +139,6 @@ class RankPlan:
     """Facts that are worked out once for a schedule. Texts are compared by the ranks.
 
     Attributes:
-        transfers: of this rank.
         graphs: the code of all stages.
         digest: of all ranks' orders.
         gradients: which stage actions compute those of the model's tensors.
@@ -174,7 +171,6 @@ class RankPlans:
         """The plan of a step, or of a part of it.
 
         Args:
-            captured: the microbatches.
             scheduled: what all ranks run.
             kinds: which kinds of actions the run consists of; ``None``: all.
         """

@@ -37,13 +37,7 @@ _MADE: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 class OwnGroup:
-    """A process group that ends with ``destroy_process_group()``. Constructed by all of its ranks at the same time.
-
-    Args:
-        ranks: their global ranks.
-        timeout: of its operations.
-        backend: that runs them.
-    """
+    """A process group that ends with ``destroy_process_group()``. Constructed by all of its ranks at the same time."""
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta, backend: str) -> None:
         group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
@@ -85,7 +79,6 @@ class Ranks:
     """Some processes. Constructed by all of them at the same time.
 
     Args:
-        ranks: their global ranks.
         timeout: of what they do together.
         name: what they are, for messages.
 
@@ -93,7 +86,6 @@ class Ranks:
         ranks: their global ranks, which messages name.
         size: how many they are.
         rank: this process's number among them.
-        name: what they are.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta, name: str) -> None:

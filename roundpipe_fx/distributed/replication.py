@@ -30,7 +30,6 @@ class Replication:
 
     Args:
         ownership: the model's tensors on this rank.
-        group: the ranks.
         budgeted: whether the memory of a step has a bound.
 
     Attributes:
@@ -111,7 +110,6 @@ class Replication:
 
         Args:
             instructions: of each rank, of this run.
-            programs: of each microbatch.
             primals: for each microbatch, the inputs.
             shared: the gradients that are summed over the ranks of the pipeline.
         """

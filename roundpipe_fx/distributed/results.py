@@ -64,7 +64,6 @@ def sum_gradients(
     """Sum the gradients of tensors that several ranks use, in the order of ranks, so that each gets the same bits.
 
     Args:
-        group: the ranks.
         gradients: this rank's, by identity of the tensor; changed.
         shared: in the same order on all ranks, for each such tensor: its identity here; the ranks that have computed a
             gradient, with its layout; the ranks that get the sum.
@@ -132,8 +131,6 @@ def shared_outputs_of(
     """The outputs of a run that every rank of the pipeline gets, in the same order on all.
 
     Args:
-        captured: the microbatches.
-        where: who runs what.
         owners: by identity, the ranks that own a tensor of the model.
     """
     for batch, program in enumerate(captured.programs):
@@ -153,10 +150,7 @@ def replace_updates(captured: CapturedCalls, where: Where, outputs: Sequence[lis
     """New values of buffers are of no use to ranks that do not own them: there they get one that takes no memory.
 
     Args:
-        captured: the microbatches.
-        where: who runs what.
         outputs: of each microbatch; changed.
-        rank: this one's number.
     """
     for batch, program in enumerate(captured.programs):
         makers = {number: step for step, code in program.steps.items() for number in code.outputs}
@@ -173,7 +167,6 @@ def end_bytes_of(captured: CapturedCalls, device: torch.device) -> EndBytes:
     """Bytes in the record at the end of a run that this rank needs.
 
     Args:
-        captured: the microbatches.
         device: of whose generator they draw.
     """
     layouts = (
@@ -197,10 +190,7 @@ def run_end_of(
     """Make the record that ranks exchange when a run ends.
 
     Args:
-        captured: the microbatches.
-        where: who runs what.
         outputs: what every rank of the pipeline gets.
-        group: the pipeline.
         alike: for each pipeline that runs, the first that began with the same state of the generator.
         stream: of the first microbatch, after which a step leaves the generator.
     """

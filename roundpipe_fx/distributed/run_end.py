@@ -39,9 +39,6 @@ class SharedOutput:
     """An output that every rank of a pipeline gets.
 
     Attributes:
-        microbatch: whose it is.
-        position: among the outputs.
-        layout: of it.
         root: the rank of the pipeline that has it.
         computed: whether a stage has computed it; an input's is known only after the run.
     """
@@ -81,8 +78,6 @@ class RunEnd:
     """This rank's entries of the record, and those that it takes from it.
 
     Attributes:
-        ranks: that run together.
-        device: of this rank.
         rank: this one's number in its pipeline.
         sizes: of parts of the record.
         pipeline: number of this pipeline among those that run together.

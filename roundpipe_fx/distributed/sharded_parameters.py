@@ -62,7 +62,6 @@ class ShardedParameter:
     Attributes:
         traced: the parameter that stages read; it has memory only while it is gathered.
         dtensor: the DTensor with this replica's rows.
-        parts: number of replicas.
         part: number of this one.
     """
 
@@ -151,7 +150,6 @@ class ShardedParameters:
         mesh: of the replicas, one-dimensional; ``None``: no parameter is sharded.
 
     Attributes:
-        mesh: likewise.
         by_traced: those that have rows, by identity of the traced parameter.
         receivers: the DTensors in place of traced parameters, single numbers too, by identity of those.
     """
@@ -214,7 +212,6 @@ class ShardedParameters:
 
         Args:
             gradients: by identity of the traced parameter: this replica's rows of the mean; or its own whole ones.
-            averaged: which of them.
             gather: gathers parts of all replicas.
         """
         for key, receiver in self.receivers.items():  # in the model's order, since ranks gather together

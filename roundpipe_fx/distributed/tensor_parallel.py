@@ -28,9 +28,6 @@ def redistribute_gradients(module: fx.GraphModule) -> None:
 
     A layer may leave a gradient as sums of which each rank has a part, as that of a norm over parts of a sequence is.
     How it is placed is known to autograd alone, which a pipeline bypasses.
-
-    Args:
-        module: Dynamo's graph.
     """
     changed = False
     for node in module.graph.find_nodes(op="placeholder"):
@@ -130,7 +127,6 @@ def check_tensor_parallel(ranks: int, mesh_shape: object, requested: int | None,
 
     Args:
         ranks: how many they are.
-        mesh_shape: the user's.
         requested: how many the user said; ``None``: nothing was said about it, and no other number of devices is known.
         alone: an option of the user's that excludes tensor parallelism; empty: there is none.
 
@@ -163,11 +159,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rewrapped(fake: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that replaces the local tensors of DTensors, and other tensors themselves.
-
-    Args:
-        fake: replaces a tensor.
-    """
+    """A function that replaces the local tensors of DTensors, and other tensors themselves."""
 
     def replaced(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):

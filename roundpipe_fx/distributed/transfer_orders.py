@@ -36,12 +36,8 @@ class Parcel:
     """Results of an action that one other rank receives.
 
     Attributes:
-        step: the stage action.
-        microbatch: of it.
         source: number of the rank that runs it.
         target: number of the rank that reads it.
-        numbers: of the values.
-        layouts: of the values.
         generator: whether the state of the microbatch's random numbers goes along, for the next action that draws.
     """
 
@@ -80,10 +76,6 @@ def transfers_of(
     instructions: Sequence[Sequence[Instruction]], programs: Sequence[PipelineProgram]
 ) -> list[RankTransfers]:
     """The transfers of each rank.
-
-    Args:
-        instructions: of each rank.
-        programs: of each microbatch.
 
     Raises:
         TypeError: a value between two ranks is neither a tensor nor a number.

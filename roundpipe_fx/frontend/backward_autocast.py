@@ -40,12 +40,7 @@ def full_precision_product(joint: fx.GraphModule, autocast: Collection[str]) -> 
 
 
 def warn_under_autocast(run: Callable[..., Any], product: fx.Node) -> Callable[..., Any]:
-    """Let a compiled graph warn, once, if its backward is called under autocast.
-
-    Args:
-        run: called by Dynamo.
-        product: of the backward.
-    """
+    """Let a compiled graph warn, once, if its backward is called under autocast."""
     device, line = product.meta["val"].device.type, line_of(product)
     is_warned = False
 

@@ -70,7 +70,6 @@ def filled(template: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int])
     """Fill the slots of a template.
 
     Args:
-        template: returned by :func:`emptied`.
         tensors: values of its tensor slots.
         sizes: values of its size slots.
 

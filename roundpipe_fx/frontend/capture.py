@@ -69,9 +69,6 @@ def prepare(module: fx.GraphModule) -> None:
     """Mark or replace operations of Dynamo's graph that AOTAutograd would drop, could not trace or lower otherwise, in
     place.
 
-    Args:
-        module: Dynamo's graph.
-
     Raises:
         RecomputeDataError: the model calls ``save_for_recompute`` in a way that is not allowed.
     """
@@ -93,8 +90,6 @@ def capture(
     """Compile Dynamo's graph with AOTAutograd.
 
     Args:
-        module: Dynamo's graph, prepared.
-        example_inputs: its inputs.
         compilation: the functions that AOTAutograd calls.
         labels: for each input, its path and whether it is a parameter.
         may_run_eagerly: whether calls that cannot be run as compiled are run eagerly; else they are refused.
@@ -195,10 +190,8 @@ def joint_graph_of(
     """Make a joint graph from a graph of AOTAutograd.
 
     Args:
-        module: the graph.
         num_forward_outputs: number of its outputs that belong to the forward.
         input_labels: for each input of Dynamo's graph, its path and whether it is a parameter.
-        own_gradients: see :func:`roundpipe_fx.frontend.own_gradients.own_gradients`.
     """
     labels: dict[fx.Node, str] = {}
     parameters = set()

@@ -55,11 +55,7 @@ _MOST_BYTES = 1 << 24
 
 
 def leave_out_causal_masks(module: fx.GraphModule) -> None:
-    """Let attention whose mask is causal, or masks nothing, run without it, in place; masks nobody reads are dropped.
-
-    Args:
-        module: Dynamo's graph.
-    """
+    """Let attention whose mask is causal, or masks nothing, run without a mask, in place. Drop masks nobody reads."""
     if not torch.is_inference_mode_enabled():  # whose tensors do not count what writes to them
         _leave_out(module, {}, {})
 
@@ -81,7 +77,6 @@ def _leave_out(module: fx.GraphModule, outside: Mapping[fx.Node, Any], known: di
     """As :func:`leave_out_causal_masks`, for a checkpoint's body too.
 
     Args:
-        module: the graph.
         outside: what inputs of a body are, in the graph around it.
         known: masks that were classified, which layers share; extended.
     """

@@ -25,9 +25,6 @@ class DataAssignmentError(PassedThrough, ValueError):
 def copy_assigned_data(module: fx.GraphModule) -> None:
     """Let inputs to whose data a new value is assigned keep their memory, in place.
 
-    Args:
-        module: Dynamo's graph.
-
     Raises:
         DataAssignmentError: the value shares its memory. Where it has another shape, dtype or device than the input,
             the error comes when the graph is traced.

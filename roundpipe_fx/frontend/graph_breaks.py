@@ -31,7 +31,6 @@ def warn_of_graph_break(
     """Warn of the break that ended a graph, if there was one.
 
     Args:
-        module: Dynamo's graph.
         warned: lines that the user has been warned of; extended.
         budgeted: whether there is a memory budget, to which the warning then refers.
         outside: called with the line and the reason of the break.
@@ -61,7 +60,6 @@ def around_compilations(
     """Context manager around Dynamo's compilation of a frame: sets flags, warns of breaks and of skipped functions.
 
     Args:
-        frame: the frame.
         warned: lines that the user has been warned of; extended.
         budget: the memory budget, to which warnings then refer.
         outside: called with the line and the reason of what runs eagerly.
@@ -122,7 +120,6 @@ def _text_of_limit(line: UserLine, limit: RecompileLimit, budget: int | float | 
 
     Args:
         line: where the function begins.
-        limit: the limit.
         budget: the memory budget, if there is one.
         is_error: whether the call failed. Otherwise it ran eagerly.
     """

@@ -58,7 +58,6 @@ class Choice:
 
     Attributes:
         conditions: integers; each holds where it is at most 0. A single one grows with the last index that it reads.
-        inside: where all hold.
         outside: where one does not.
     """
 
@@ -379,12 +378,7 @@ def _computed(node: fx.Node, numbers: Mapping[Any, Number]) -> Number:
 
 
 def run_on_host(node: fx.Node, values: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor:
-    """Run a pure operation of Dynamo's graph on the CPU.
-
-    Args:
-        node: the operation.
-        values: its operands.
-    """
+    """Run a pure operation of Dynamo's graph on the CPU."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda operand: values[operand])
     if node.target == "to":  # by position it may be a device, by its name too
         args = (args[0], *("cpu" if isinstance(item, str | torch.device) else item for item in args[1:]))

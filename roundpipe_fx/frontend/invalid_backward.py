@@ -55,9 +55,6 @@ def eager_graph(module: fx.GraphModule) -> Callable[..., Any]:
     """A copy of Dynamo's graph that is run with autograd, operation by operation.
 
     Examples of inputs, which would keep the user's tensors alive, are left out. Code is generated at the first call.
-
-    Args:
-        module: Dynamo's graph, prepared.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -75,11 +72,7 @@ def eager_graph(module: fx.GraphModule) -> Callable[..., Any]:
 
 
 def warn_of_redrawn_numbers(joint: JointGraph) -> None:
-    """Warn of operators that draw random numbers in the backward, where they differentiate a body.
-
-    Args:
-        joint: a captured graph.
-    """
+    """Warn of operators that draw random numbers in the backward, where they differentiate a body."""
     dependent = joint.dependent_on_tangents()
     redrawing = [node for node in joint.computed() if node in dependent and draws_inside(node, joint.module)]
     lines = {line_of(node): str(node.target) for node in redrawing}

@@ -19,11 +19,7 @@ def mark_loss(loss: torch.Tensor) -> torch.Tensor:
 
 
 def detach_all_but_loss(module: fx.GraphModule) -> None:
-    """Detach all results of Dynamo's graph but the loss, in place; a graph without a marked loss stays as it is.
-
-    Args:
-        module: Dynamo's graph.
-    """
+    """Detach all results of Dynamo's graph but the loss, in place; a graph without a marked loss stays as it is."""
     marks = module.graph.find_nodes(op="call_function", target=mark_loss)
     if not marks:
         return

@@ -32,9 +32,6 @@ from roundpipe_fx.torch_private import tree_flatten, tree_unflatten
 def opaque_backwards(module: fx.GraphModule) -> Iterator[list[OpaqueCall]]:
     """Context manager in which custom operators of a graph get an opaque backward if theirs cannot be traced.
 
-    Args:
-        module: Dynamo's graph.
-
     Yields:
         the opaque calls, which have to be kept alive until their stages are compiled.
     """
@@ -59,8 +56,6 @@ class _ValueSpec:
 
     Attributes:
         order: its dimensions, from the outermost in memory to the innermost; its gradient has the same order.
-        dtype: its dtype.
-        device: its device.
     """
 
     order: tuple[int, ...]
@@ -73,7 +68,6 @@ class OpaqueCall:
     """The constants of a call of the opaque operator.
 
     Attributes:
-        function: the registered backward.
         needs: which inputs of the operator need a gradient, as in the context.
         wanted: the same for tensors only, flattened.
         template: saved tensors, attributes of the context and incoming gradients, with slots for tensors and sizes

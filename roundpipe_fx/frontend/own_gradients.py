@@ -21,9 +21,6 @@ _SHAPES_ONLY = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like
 def own_gradients(module: fx.GraphModule) -> tuple[str, ...]:
     """Operations whose gradients autograd would not find from the forward alone.
 
-    Args:
-        module: Dynamo's graph.
-
     Returns:
         each as text: the operation, and the user's line where it is known.
     """

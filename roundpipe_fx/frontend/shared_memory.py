@@ -42,7 +42,6 @@ def shared_inputs(
     """The inputs that overlap others in memory.
 
     Args:
-        inputs: all of them.
         among: numbers of those that are looked at; ``None``: all.
         written: numbers of those that the graph writes; ``None``: perhaps all.
     """
@@ -106,7 +105,6 @@ def shared_outputs(module: fx.GraphModule, shared: SharedInputs) -> bool:
     """Return whether a graph of Dynamo's returns a view of an input that shares memory with another one.
 
     Args:
-        module: Dynamo's graph.
         shared: the inputs that share memory.
     """
     fakes = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
@@ -143,7 +141,6 @@ def run_if_shared_as_traced(
     Parameters and buffers are taken to share memory among themselves as they did then.
 
     Args:
-        run: called by Dynamo.
         eagerly: the same graph, run by eager PyTorch; ``None``: such calls are refused.
         traced: the inputs for which it was traced.
         written: numbers of the inputs that it writes.

@@ -36,7 +36,6 @@ def lower_for_sizes(
     Args:
         joint: a captured graph; it may be rewritten.
         assumed: assumed values of data-dependent sizes, by symbol.
-        lower: lowers a graph.
         recomputes: whether a result of ``lower`` recomputes anything.
 
     Returns:

@@ -22,7 +22,6 @@ def bodies_of(node: fx.Node, module: nn.Module) -> list[fx.GraphModule]:
     """The bodies of a higher-order operator, and those of operators inside of them; none of other nodes.
 
     Args:
-        node: a node.
         module: the module whose graph it is part of.
     """
     if not isinstance(node.target, torch._ops.HigherOrderOperator):

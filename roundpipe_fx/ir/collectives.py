@@ -64,7 +64,6 @@ def group_argument(target: Any, arguments: Sequence[Any], options: Mapping[str, 
     """The argument that names the group in a call of a collective; ``None`` if there is none.
 
     Args:
-        target: the operator.
         arguments: of the call, by position.
         options: of the call, by name.
     """
@@ -104,7 +103,6 @@ def refuse_distributed(joint: JointGraph, workers: int) -> None:
     """Refuse graphs that a pipeline cannot run.
 
     Args:
-        joint: the captured graph.
         workers: number of devices, each with a thread.
 
     Raises:
@@ -129,7 +127,6 @@ def refuse_other_groups(joint: JointGraph, ranks: int) -> None:
     """Refuse to plan graphs that communicate over other groups than the devices that run a stage together.
 
     Args:
-        joint: the captured graph.
         ranks: how many devices these are.
 
     Raises:

@@ -51,8 +51,6 @@ class PlannedTiles:
         module: path of the user's module that computes it.
         type: dtype and shape of the whole.
         bytes: bytes of the whole.
-        rows: number of rows.
-        tiles: number of tiles.
         seconds: modelled seconds of all tiles.
         line: file and line of the user's program that computes it, as ``model.py:12``; empty if unknown.
         loop: name of the loop over the tiles in the emitted code.
@@ -114,7 +112,7 @@ class OffloadedValue:
     Attributes:
         name: name of the value.
         number: what the schedule's offloads call it.
-        bytes: of one microbatch.
+        bytes: bytes of the value in one microbatch.
         microbatches: in how many microbatches of a step it leaves.
     """
 
@@ -130,7 +128,6 @@ class GatheredStage:
 
     Attributes:
         device: number of the device.
-        stage: the stage.
         bytes: of its parameters as a whole.
         gaps: how often in a step they are not needed for a while, and then again.
         kept: how often of these they stay gathered.
@@ -223,7 +220,6 @@ class PlannedPipeline:
         loss_reduction: how the microbatches' losses are combined to the batch's loss.
         sent_bytes: bytes of values that leave the devices for the host in a step, and come back.
         sent_values: how many values these are, over all microbatches.
-        offloaded: these values.
         host_weight_bytes: bytes of an offloaded model's weights on the host.
         host_gradient_bytes: bytes of their gradients on the host.
         host_value_bytes: bytes of the buffers on the host for values that leave the devices.
@@ -450,7 +446,6 @@ class ValueOnHost:
 
     Attributes:
         value: name of the value in the graph.
-        name: in both programs.
         freed: the stage module after whose call in the forward its memory on the device is freed.
         reloaded: the stage module before whose call in the backward its copy to the device begins.
         back: the one that reads it first there.

@@ -20,8 +20,6 @@ def fingerprint(nodes: Iterable[fx.Node], results: Iterable[Any] = (), inputs: I
     different symbols have equal fingerprints.
 
     Args:
-        nodes: in execution order.
-        results: results, in order.
         inputs: inputs in order, if their order matters (arguments of a function).
     """
     numbers: dict[fx.Node, str] = {}

@@ -24,10 +24,7 @@ def insert_call(before: fx.Node, target: Any, *args: Any, value: Any = None, **k
 
     Args:
         before: the node before which the call is inserted, and whose origin it gets.
-        target: an operator.
-        *args: nodes and constants.
         value: the fake value, if it is known.
-        **kwargs: nodes and constants.
     """
     with before.graph.inserting_before(before):
         made = before.graph.call_function(target, args, kwargs)

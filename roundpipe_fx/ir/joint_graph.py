@@ -343,9 +343,6 @@ class JointGraph:
     def label(self, node: fx.Node) -> str:
         """A readable name: the model's name for a graph input, else the node's name.
 
-        Args:
-            node: of this graph.
-
         Returns:
             the name.
         """

@@ -33,7 +33,6 @@ def expression_text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     """The call that a node makes, as a Python expression.
 
     Args:
-        node: a computing node.
         names: names of its operands.
     """
     if node.target is operator.getitem:

@@ -20,9 +20,6 @@ class TileResult:
     """A result of a loop.
 
     Attributes:
-        shape: sizes.
-        stride: strides.
-        dtype: element type.
         dim: the dimension that tiles are put together along; ``None``: the sum over tiles.
         is_logarithm: whether sums are of exponentials: their logarithm is the result, and what each tile has is.
     """
@@ -60,8 +57,6 @@ class WidestValue:
     """A value that exists for one tile at a time.
 
     Attributes:
-        name: of its node.
-        dtype: element type.
         shape: sizes of the whole.
     """
 
@@ -83,10 +78,8 @@ class TileLoop:
         bodies: by number of rows, the operations on a tile with that number. Each takes one list: the tile's part of
             every operand, then the sums so far; and returns the parts of the results that are put together. Sums are
             added to in place.
-        rows: of the whole.
         tiles: number of tiles; the last one has fewer rows if they do not divide the rows.
         dims: by operand, the dimension that it is divided along; ``None``: each tile reads all of it.
-        results: its results.
         widest: the widest value inside, which never exists as a whole.
         digest: equal for loops that compute the same.
     """

@@ -32,7 +32,6 @@ class Snapshot:
 
     Attributes:
         marks: by node its marks.
-        inputs: the graph's inputs.
         forward_outputs: how many outputs are the forward's.
         gradients: how many are the backward's, further parts of gradients left out.
     """
@@ -54,7 +53,6 @@ def verify(joint: JointGraph, name: str, before: Snapshot, known: Collection[str
 
     Args:
         joint: the graph that the pass returned; not changed.
-        name: the pass.
         before: the graph that the pass got.
         known: passes whose marks are declared; others may write any.
 

@@ -33,8 +33,6 @@ def add_product_to(total: torch.Tensor | None, left: torch.Tensor, right: torch.
 
     Args:
         total: what earlier ones add up to; ``None``: this is the first.
-        left: a matrix.
-        right: a matrix.
 
     Returns:
         the sum.

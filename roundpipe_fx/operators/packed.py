@@ -268,16 +268,6 @@ def recur_backward(
 
     Args:
         gradients: gradients of the results.
-        kind: as in :func:`recur`.
-        data: as in :func:`recur`.
-        batch_sizes: as in :func:`recur`.
-        states: as in :func:`recur`.
-        weights: as in :func:`recur`.
-        biases: as in :func:`recur`.
-        layers: as in :func:`recur`.
-        training: as in :func:`recur`.
-        bidirectional: as in :func:`recur`.
-        autocast: as in :func:`recur`.
         needs: which of data, states and weights need a gradient.
         sums: for each returned gradient, its accumulated value; may be empty.
     """

@@ -17,8 +17,6 @@ def shape_of_backward(
     """The shape of a segment's backward with everything that it may recompute.
 
     Args:
-        graph: the operations.
-        segment: whose backward.
         entering: storages of the backward that live when it begins.
         lasting: storages of the backward that live when it ends.
 

@@ -17,7 +17,6 @@ class BlockPeak:
     """Called with positions of steps, in which one that runs twice is listed twice, it returns the most bytes alive.
 
     Args:
-        graph: the operations.
         steps: of the block. All run in the same reuse scope.
         before: storages that are alive when the first step runs.
         lasting: storages that live to the end.

@@ -38,7 +38,6 @@ class Blocks:
     """Blocks of a graph's segments.
 
     Args:
-        graph: the operations.
         reduce_peak: whether to look for orders with low peaks; else steps stay as they come.
     """
 
@@ -55,7 +54,6 @@ class Blocks:
         """A segment's backward.
 
         Args:
-            segment: whose.
             available: forward storages that need not be recomputed.
             remat_level: how far to go in dropping recomputed storages; at most the highest level there is.
         """
@@ -81,7 +79,6 @@ class Blocks:
         """Peak bytes and seconds of the variants of a segment's backward; computed once for segments that are alike.
 
         Args:
-            segment: whose backward.
             saved: storages of the segment that need not be recomputed.
             earlier: all storages of earlier segments, and those that are always available.
             most: the highest rematerialization level.

@@ -58,7 +58,6 @@ class SegmentChain:
     """Stages in order, and the bytes that are live across them.
 
     Attributes:
-        stages: first to last.
         live_across: ``live_across[i][k]``, for i < k: bytes made by stages i to k - 1 that stage k or a later one
             reads.
         times: number of live copies of values saved in the first forward: one for each microbatch in flight.

@@ -40,12 +40,7 @@ _HALVINGS = 6
 
 @dataclass(frozen=True)
 class SimulatedSchedule:
-    """A schedule and what it costs.
-
-    Attributes:
-        schedule: what runs.
-        peak: simulated.
-    """
+    """A schedule and what it costs."""
 
     schedule: PlannedSchedule
     peak: Peak
@@ -91,7 +86,6 @@ def search(blocks: Blocks, most: int = _LEVELS, kept: SimulatedSchedule | None =
     """Candidates spread over the whole trade-off, and what lies between them.
 
     Args:
-        blocks: of the graph.
         most: maximum number of solutions that are simulated of each chain: without nested recomputation, and with it.
         kept: the candidate that saves everything, if it is known.
     """

@@ -53,7 +53,6 @@ def choose(
     """Choose a schedule for a budget.
 
     Args:
-        graph: the operations.
         budget: bytes, or a share of the way from the least peak that can be reached to that of keeping everything.
         share: of the budget that may be used, in (0, 1].
         margin: bytes that emitted programs were found to need beyond what was simulated here.
@@ -162,7 +161,6 @@ def unmet_by(chosen: Chosen, minimum: int) -> Unmet:
     """Find the bottleneck of a plan.
 
     Args:
-        chosen: the plan.
         minimum: peak of the programs that were emitted for it, in bytes.
     """
     peak = simulate(chosen.followed, chosen.candidate.schedule, list_live=True)

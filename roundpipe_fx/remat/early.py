@@ -26,7 +26,6 @@ def early_choices(graph: OperationGraph, schedule: PlannedSchedule, split: bool 
     Each recomputes more than the one before; other steps that need no incoming gradient go with it.
 
     Args:
-        graph: the operations.
         schedule: in which nothing is early.
         split: whether gradients of parameters are computed in modules of their own. Values that only these need are not
             early: they are recomputed there.
@@ -78,7 +77,6 @@ def early_within(graph: OperationGraph, schedule: PlannedSchedule, overlapped: C
     larger peak.
 
     Args:
-        graph: the operations.
         schedule: in which nothing is early.
         overlapped: stages whose recompute module can overlap with something. In the others, only steps that cost no
             memory are early.

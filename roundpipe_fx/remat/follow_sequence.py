@@ -27,7 +27,6 @@ class Fitted:
     """A sequence, and the schedule that follows it.
 
     Attributes:
-        sequence: the operations.
         candidate: the schedule, with its peak.
     """
 
@@ -39,7 +38,6 @@ def chain_of_segments(graph: OperationGraph, loss_temporary: int = 0) -> Chain:
     """The segments of a graph as rotor sees them.
 
     Args:
-        graph: the operations.
         loss_temporary: bytes that are allocated between forward and backward.
     """
     return _chain(Blocks(as_autograd_runs(graph), reduce_peak=False), loss_temporary)[0]
@@ -72,8 +70,7 @@ def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_
     """The best sequence whose schedule is simulated to stay within a limit.
 
     Args:
-        graph: the operations.
-        limit: bytes.
+        limit: bytes that the step may allocate.
         slots: number of equal parts in which memory is counted.
         algo: name of an algorithm (:data:`roundpipe_fx.remat.sequences.algorithms.ALGORITHMS`).
         loss_temporary: bytes that are allocated between forward and backward.

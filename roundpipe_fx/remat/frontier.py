@@ -25,7 +25,6 @@ class Saving:
 
     Attributes:
         saved: storages kept from forward to backward.
-        bytes: their bytes.
         seconds: modelled seconds of recomputing the others.
     """
 
@@ -44,7 +43,6 @@ def frontier(
     """The lower convex hull of (saved bytes, recompute seconds), from nothing recomputed to nothing saved.
 
     Args:
-        graph: the operations.
         needed: forward storages that a backward reads.
         available: forward storages that are available anyway, at no cost.
         known: what was solved before; extended.

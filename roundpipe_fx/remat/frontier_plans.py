@@ -42,7 +42,6 @@ class Noted:
 
         Args:
             graph: what it was made from.
-            candidate: the plan.
             point: its peak in bytes and its seconds, as they are told.
             tiles: what is carried out in tiles.
         """

@@ -37,7 +37,7 @@ class SegmentRun:
     """Segments whose kept values lie on the same devices.
 
     Attributes:
-        first: segment.
+        first: number of the run's first segment.
         end: the segment after the last one.
         devices: numbers of the devices.
         in_flight: microbatches that each of these devices holds at most at one time.
@@ -55,10 +55,7 @@ def points_of_run(
     """Choices of what a run keeps: ever fewer bytes for ever more seconds.
 
     Args:
-        graph: the operations.
-        chain: of all segments.
         save_options: what its options save.
-        run: the segments.
     """
     part = chain.part(run.first, run.end, run.in_flight == 1)
     whole = sum(max(option.held for option in stage.options) for stage in part.stages)

@@ -82,10 +82,7 @@ class LearnedSteps:
         """Note the plan of a graph.
 
         Args:
-            graph: its name.
-            footprint: of its calls.
             operations: gives those that it was chosen for; ``None`` for a graph without a backward.
-            budget: bytes.
             asked: the budget as the user gave it.
         """
         self._planned[graph] = _Planned(footprint, operations, budget)
@@ -96,8 +93,6 @@ class LearnedSteps:
         """Warn, once, that a step takes memory that its plan does not count, unless the next one will.
 
         Args:
-            what: takes it.
-            size: bytes.
             peak: bytes that are planned for a step.
             budget: bytes that it may take.
         """
@@ -229,7 +224,6 @@ class LearnedSteps:
         that the budget holds for the step.
 
         Args:
-            expected: gives the step.
             share: of the budget that may be used.
         """
         if not self.expected_parts or not isinstance(self._asked, int):

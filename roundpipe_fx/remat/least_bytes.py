@@ -17,7 +17,7 @@ class LeastBytes:
     """The most bytes that one operation needs.
 
     Attributes:
-        bytes: how many.
+        bytes: the smallest budget in bytes that some plan meets.
         operation: which; ``None``: there is none.
         live: names and bytes of what it reads and makes, the largest first.
     """
@@ -28,11 +28,7 @@ class LeastBytes:
 
 
 def least_bytes(graph: OperationGraph) -> LeastBytes:
-    """Bytes of an operation's operands, results and workspace, those of a result that may be an operand's once.
-
-    Args:
-        graph: the operations.
-    """
+    """Bytes of an operation's operands, results and workspace, those of a result that may be an operand's once."""
     backward = [operation for block in graph.backward.values() for operation in block]
     most = max([*graph.forward, *backward], key=lambda needed: bytes_of_operation(graph, needed), default=None)
     if most is None:
@@ -43,12 +39,7 @@ def least_bytes(graph: OperationGraph) -> LeastBytes:
 
 
 def bytes_of_operation(graph: OperationGraph, operation: Operation) -> int:
-    """Bytes of an operation's operands, results and workspace, and of what the caller holds beside them.
-
-    Args:
-        graph: the operations.
-        operation: one of them.
-    """
+    """Bytes of an operation's operands, results and workspace, and of what the caller holds beside them."""
     written_over = max((graph.sizes[storage] for storage in operation.inplace_candidates), default=0)
     return sum(graph.sizes[storage] for storage in _live(graph, operation)) + operation.workspace - written_over
 

@@ -30,7 +30,6 @@ class ChainInTiles:
     """The segments of a copy.
 
     Attributes:
-        chain: of the copy.
         seconds: by segment, modelled seconds of its forward and backward with nothing recomputed.
     """
 

@@ -73,7 +73,6 @@ class ChainOnHost:
         """The chain at a price.
 
         Args:
-            chain: of one microbatch.
             segments: one for each stage of the chain.
             price: seconds a byte that leaves.
         """
@@ -124,7 +123,6 @@ def decisions_at_price(
     """The options that cost the least within a limit, as options of the chain; if none are, those that need least.
 
     Args:
-        chain: of one microbatch.
         segments: one for each stage of the chain.
         limit: bytes of the device.
         price: seconds a byte that leaves.

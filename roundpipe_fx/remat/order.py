@@ -64,7 +64,6 @@ class _Block:
 
     Args:
         events: in an order that is possible.
-        sizes: bytes by storage.
         before: storages that live at the beginning.
         lasting: storages that live to the end.
     """
@@ -186,7 +185,6 @@ def order_events(
 
     Args:
         events: in an order that is possible.
-        sizes: bytes by storage.
         before: storages that live at the beginning and die when they are read for the last time.
         lasting: storages that live to the end.
         below: bytes: a peak that is known; partial orders that reach it are dropped.

@@ -30,9 +30,7 @@ class _Copy(NamedTuple):
     """A storage that a step recomputes.
 
     Attributes:
-        number: in the sequence.
         step: position of the step.
-        instance: the copy's number.
     """
 
     number: int

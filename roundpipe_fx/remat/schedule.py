@@ -60,7 +60,6 @@ class Peak:
     """The most bytes that live at one time.
 
     Attributes:
-        bytes: how many.
         segment: where: the segment whose operation runs then.
         backward: whether that is in its backward.
         operation: the operation; ``None``: nothing runs, or between forward and backward the loss outside.
@@ -80,8 +79,6 @@ def just_in_time(
     """A segment's backward, with forward operations that are recomputed right before they are needed.
 
     Args:
-        graph: the operations.
-        segment: whose backward.
         available: forward storages that need not be recomputed.
         wanted: recompute these forward storages, and nothing else.
     """
@@ -158,8 +155,6 @@ def simulate(graph: OperationGraph, schedule: PlannedSchedule, list_live: bool =
     makes several calls, the bytes are those of the whole step, while the storages listed are those of this call only.
 
     Args:
-        graph: the operations.
-        schedule: what runs.
         list_live: whether to say what lives at the peak.
     """
     course = _course(graph, schedule)
@@ -301,9 +296,6 @@ def backward_events(
     """Steps in which each copy of a storage has its own number, after those of the storages; ``sizes`` is extended.
 
     Args:
-        graph: the operations.
-        steps: of the backward.
-        sizes: bytes by storage.
         besides: by position of a step, storages that it reads and that no operation makes.
 
     Returns:

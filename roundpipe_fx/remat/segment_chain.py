@@ -29,7 +29,6 @@ class SaveOption:
     """Values that an option of the chain saves.
 
     Attributes:
-        saved: the storages.
         remat_level: of the segment's backward.
     """
 

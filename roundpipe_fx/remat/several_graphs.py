@@ -30,7 +30,6 @@ class GraphPlan:
 
     Attributes:
         seconds: modelled seconds of recomputation.
-        footprint: of a call.
     """
 
     seconds: float
@@ -42,7 +41,6 @@ class FittedGraphs:
     """A combination of plans.
 
     Attributes:
-        footprints: by graph.
         limit: the budget in bytes.
         peak: of the step that needs most.
     """
@@ -56,7 +54,6 @@ def ladder_of(operations: OperationGraph, needs: StepNeeds) -> list[GraphPlan]:
     """The plans for a graph, quickest first.
 
     Args:
-        operations: of the graph.
         needs: what its steps need.
     """
     candidates = candidates_for_step(Blocks(dataclasses.replace(operations, step=needs)))
@@ -77,7 +74,6 @@ def fit_graphs(
     """Plans for all graphs of some steps.
 
     Args:
-        ladders: by graph.
         steps: that they take part in.
         fixed: footprints of graphs that have no ladder.
         budget: bytes, or a share of the way from the least that can be reached to nothing recomputed.

@@ -54,7 +54,7 @@ class Solution:
     """Optimal recomputation for every amount of memory up to a limit.
 
     Attributes:
-        slot: bytes per slot.
+        slot: bytes per slot, the unit in which the tables count memory.
         seconds: by slots of memory, modelled seconds of recomputation; infinite where it cannot be done.
     """
 
@@ -100,7 +100,7 @@ def solve_chain(
 
     Args:
         chain: at least one stage.
-        limit: bytes.
+        limit: bytes; the largest amount of memory that is solved for.
         slots: number of equal parts in which memory is counted.
         nested: whether the backward may come back to a stage and rerun the forward from there. Without it, solving time
             is linear in the length of the chain, else quadratic to cubic.

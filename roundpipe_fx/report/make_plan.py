@@ -152,8 +152,6 @@ def _planned_stage(
     """Describe one stage for the plan.
 
     Args:
-        cut: the stage.
-        nodes: its operations.
         saved: those of its values that are saved.
         costs: of the graph's values.
         entry_bytes: bytes that enter the stage.

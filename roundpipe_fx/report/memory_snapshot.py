@@ -39,7 +39,6 @@ class _Change(NamedTuple):
         number: number of the allocation.
         bytes: bytes of an allocation; 0: it is freed.
         frames: where in the program it is allocated, innermost first.
-        microseconds: when.
     """
 
     number: int
@@ -84,9 +83,6 @@ def changes_of_step(step: EmittedStep) -> list[_Change]:
     Beside the values there are the workspaces of kernels, and what the device's caching allocator counts beyond the
     sizes of what is allocated. Times are numbers of operations.
 
-    Args:
-        step: the step.
-
     Returns:
         the changes; they end while the last operation runs.
     """
@@ -130,7 +126,6 @@ def changes_of_pipeline(timeline: Timeline, stages: Sequence[PlannedStage]) -> l
 
     Args:
         timeline: when each device runs which action.
-        stages: of the plan.
 
     Returns:
         changes by device.
@@ -173,7 +168,6 @@ def _emitted_frame(step: EmittedStep, origin: str, value: str, name: str, call: 
     """The line of a stage module; where modules do the same work, of the first one, which is the one that is written.
 
     Args:
-        step: the step.
         origin: the value that is computed or recomputed there.
         value: the name of the result.
         name: what the frame is to say.

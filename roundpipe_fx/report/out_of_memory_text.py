@@ -29,8 +29,7 @@ class PlannedMemory:
     Attributes:
         budget: in bytes; ``None``: there is none.
         fraction: of the user's budget, which is smaller after running out of memory before.
-        peak_bytes: predicted.
-        moment: at which operation.
+        peak_bytes: predicted peak in bytes, beyond what was allocated when the step began.
         lowest_bytes: the lowest peak of the plans that were considered; ``None``: no other was.
         is_tiled: whether operations are carried out in tiles.
     """
@@ -47,7 +46,6 @@ def planned_memory(plan: Decisions, fraction: float = 1.0) -> PlannedMemory:
     """Select the figures of a plan for a message, so that the rest is not kept.
 
     Args:
-        plan: the plan.
         fraction: of the user's budget that the plan may use.
     """
     moment = moment_text(plan.peak)
@@ -70,7 +68,6 @@ def out_of_memory_text(original: str, phase: str, planned: PlannedMemory, device
     Args:
         original: the text of PyTorch's error.
         phase: what ran: ``"forward"``, ``"backward"`` or ``"step"``.
-        planned: the plan.
         devices: memory of the devices; none where memory is not counted, on the CPU.
     """
     title = f"out of memory in the {phase} of a model compiled by roundpipe_fx."

@@ -335,9 +335,6 @@ class Plan(Decisions):
     def from_json(cls, text: str) -> Plan:
         """Read a plan written by :meth:`to_json`. It is equal to the original, but has no code.
 
-        Args:
-            text: what :meth:`to_json` returned.
-
         Returns:
             the plan.
 

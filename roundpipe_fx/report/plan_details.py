@@ -65,9 +65,6 @@ class _LineOfValue(NamedTuple):
 def details_as_data(details: PlanDetails) -> dict[str, Any]:
     """Details as data for JSON.
 
-    Args:
-        details: of a plan.
-
     Returns:
         by name, lists, numbers and texts.
     """

@@ -44,9 +44,6 @@ def json_of_plan(plan: Decisions, plan_details: PlanDetails) -> str:
 def fields_of_json(text: str) -> dict[str, Any]:
     """The fields of the plan that :func:`json_of_plan` wrote, by name.
 
-    Args:
-        text: the JSON.
-
     Raises:
         KeyError: it is not a plan.
         TypeError: it is not a plan.

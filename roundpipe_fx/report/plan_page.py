@@ -65,9 +65,6 @@ def page_of_plans(plans: Sequence[str], names: Sequence[str]) -> str:
 def show_page(page: str) -> Any:
     """Show a page.
 
-    Args:
-        page: the HTML.
-
     Returns:
         in a notebook, an IPython object that displays the page in its cell; else ``None``.
     """

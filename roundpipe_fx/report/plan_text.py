@@ -110,7 +110,6 @@ def stage_lines(stage: PlannedStage, training: bool, offloaded: Collection[str] 
     """A stage: its modelled milliseconds, and its largest values by list.
 
     Args:
-        stage: the stage.
         training: whether there is a backward.
         offloaded: names of values that leave for the host.
     """
@@ -244,7 +243,6 @@ def value_explained(stage: int, fate: str, value: PlannedValue) -> str:
     Args:
         stage: index of its stage.
         fate: name of the list of its stage that it is in.
-        value: the value.
     """
     seconds = f"{value.recompute_seconds * 1e3:.3f} ms"
     size = bytes_text(value.bytes)
@@ -283,7 +281,6 @@ def explained(plan: Decisions, name: str) -> str:
     """The explanation, a line for each value.
 
     Args:
-        plan: any.
         name: name of a value in the emitted code, or of a module.
 
     Raises:

@@ -31,9 +31,6 @@ def summary_lines(plan: Decisions) -> list[str]:
     """The lines of the summary: the header; what is alive at the peak; stages; the costliest recomputations; hoisted
     values.
 
-    Args:
-        plan: any.
-
     Returns:
         at most 40 lines.
     """

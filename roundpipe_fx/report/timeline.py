@@ -18,9 +18,8 @@ class Bar:
 
     Attributes:
         device: index of the device.
-        action: the action.
         start: seconds since the beginning of the step.
-        end: likewise.
+        end: seconds since the beginning of the step.
         bytes: bytes that the device has allocated at most meanwhile, as predicted; 0 if measured.
     """
 
@@ -41,8 +40,7 @@ class CopyBar:
         what: ``"weights"`` that some actions read, their ``"gradients"``, or ``"values"`` of a microbatch.
         to_host: whether it is to the host.
         start: seconds since the beginning of the step.
-        end: likewise.
-        bytes: number of bytes.
+        end: seconds since the beginning of the step.
         values: names of the values.
     """
 
@@ -75,7 +73,6 @@ class Timeline:
         """Make a timeline.
 
         Args:
-            timing: the simulated schedule.
             spans: for each device, the times of its actions in a step; ``None`` if there was no step.
             names: of values that leave the devices, by number.
 

@@ -39,7 +39,6 @@ class _Requests(threading.local):
     """Requests to the compiled forwards that this thread calls.
 
     Attributes:
-        trace_only: not to run.
         capture: to raise their arguments.
         results: to return these results, once, after the check; ``None``: not to.
     """
@@ -93,9 +92,6 @@ class trace_only:
 def capture_call(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
     """Call the model until its compiled graph, which does not run.
 
-    Args:
-        call: calls the model.
-
     Returns:
         the graph, and its arguments.
 
@@ -134,7 +130,6 @@ def observed(run: Boxed, see: Callable[[Sequence[Any]], None] | None = None) -> 
     """Wrap a forward program so that it respects :class:`trace_only`.
 
     Args:
-        run: the program.
         see: called with its results.
     """
 

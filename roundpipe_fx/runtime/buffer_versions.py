@@ -39,7 +39,6 @@ class BufferVersions:
         """The version of a tensor that a microbatch reads; waits until the previous microbatches have updated it.
 
         Args:
-            value: the caller's tensor.
             microbatch: index of the microbatch.
 
         Returns:
@@ -63,9 +62,7 @@ class BufferVersions:
         """Publish a microbatch's version of a tensor.
 
         Args:
-            value: the caller's tensor.
             microbatch: index of the microbatch.
-            made: the new version.
             ready: the event after which it may be read (see :meth:`DeviceStreams.ready`).
         """
         with self._changed:

@@ -43,7 +43,6 @@ def opaque_loops(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Bo
 
     Args:
         module: with ordinary positional arguments.
-        compiled: compiles a body.
 
     Returns:
         the loops, which the caller keeps alive as long as the module may be called.

@@ -47,7 +47,6 @@ def follow_compiled(
     """Follow the code that Inductor writes for a stage module.
 
     Args:
-        call: the stage module.
         storages: for each input, its storages, numbered in the order in which they come in.
         dying: positions of inputs that nothing refers to but the call.
         beyond: bytes that compiled stages have been seen to hold beyond what is known of them, counted in workspaces.

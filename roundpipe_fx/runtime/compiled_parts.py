@@ -33,7 +33,6 @@ def compile_in_parts(module: fx.GraphModule, compiler: StageCompiler) -> Boxed:
     """Compile a stage module; if it has collectives, in parts.
 
     Args:
-        module: the stage module.
         compiler: Inductor or a callable.
     """
     if not any(starts_collective(node.target) for node in module.graph.nodes):
@@ -45,7 +44,6 @@ def in_parts(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]
     """A stage module that calls a function for each part, and the collectives itself.
 
     Args:
-        module: the stage module.
         compiled: makes a part callable. Equal parts are compiled once.
     """
     graph = fx.Graph()

@@ -56,7 +56,6 @@ class CompleteGradients:
         instructions: instructions of each device.
         programs: program of each microbatch.
         primals: for each microbatch, the inputs of the forward.
-        updates: the optimizer's updates.
     """
 
     def __init__(

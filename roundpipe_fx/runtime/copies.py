@@ -17,7 +17,6 @@ def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     Args:
         value: a tensor. If its elements overlap in memory (as in ``unfold``), the copy is contiguous.
-        device: the other device.
     """
     if any(step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)):
         shape = [1 if step == 0 else size for size, step in zip(value.shape, value.stride(), strict=True)]
@@ -33,7 +32,6 @@ def copied_together(values: Sequence[Any], device: torch.device) -> tuple[Any, .
 
     Args:
         values: tensors and other values. Tensors on the CPU, and values that are not tensors, are returned as they are.
-        device: the other device.
     """
     sent = list(values)
     groups: dict[tuple[int, torch.dtype], list[int]] = {}

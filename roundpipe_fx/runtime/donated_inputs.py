@@ -36,7 +36,6 @@ def donatable(module: fx.GraphModule, computed: Collection[int]) -> list[int]:
     """Inputs that a result of the module may be written over.
 
     Args:
-        module: a stage module.
         computed: positions of inputs that stage modules have computed. Others, as those of the user, may share memory
             with objects that are no tensors.
     """
@@ -72,7 +71,6 @@ def by_donation(
     """Compile a stage module for the inputs that die in a call, when it is called.
 
     Args:
-        positions: of :func:`donatable`.
         compiled: compiles the module for inputs that may be written over.
         compiling: held while something is compiled.
 

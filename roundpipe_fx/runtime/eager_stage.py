@@ -38,9 +38,6 @@ class BoxedCall:
     """A target of nodes whose only argument is a list: a function that takes it, and clears it.
 
     The list holds the only reference to values that die with the call, so each is freed at its last use inside.
-
-    Attributes:
-        call: the function.
     """
 
     call: Callable[[list[Any]], tuple[Any, ...]]
@@ -54,9 +51,6 @@ class BoxedCall:
 
 def eager_stage(module: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]]:
     """Make a stage module callable.
-
-    Args:
-        module: the stage module.
 
     Returns:
         a boxed function: it takes one list of arguments and clears it, so that every value is freed at its last use.
@@ -123,9 +117,6 @@ class _Names:
 
     Args:
         taken: names that must not be used.
-
-    Attributes:
-        bound: objects by name.
     """
 
     def __init__(self, taken: set[str]) -> None:

@@ -25,7 +25,6 @@ def load_program(program: Program, stages: Mapping[str, Boxed], strided: bool = 
     """Make a program callable.
 
     Args:
-        program: the program.
         stages: the compiled stage modules by name.
         strided: whether stages require the strides that they were compiled for.
 

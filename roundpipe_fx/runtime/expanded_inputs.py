@@ -30,8 +30,6 @@ def by_arrival(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxe
     """Compile a stage module for the expanded inputs that it was traced with, and for others when they arrive.
 
     Args:
-        module: the stage module.
-        compiled: compiles one.
         compiling: held while something is compiled within a step.
 
     Returns:

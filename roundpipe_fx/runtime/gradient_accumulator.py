@@ -11,9 +11,6 @@ class GradientAccumulator:
     """Accumulated gradients, keyed by identity of the tensor that they are the gradient of.
 
     A gradient is accumulated in place where the accumulator holds the only reference to its memory.
-
-    Attributes:
-        tensors: the accumulated gradients.
     """
 
     def __init__(self) -> None:
@@ -66,7 +63,6 @@ class GradientAccumulator:
         """Add all gradients to another accumulator, freeing each one before the next is copied.
 
         Args:
-            to: the other accumulator.
             to_caller: copies a tensor to the caller's device.
         """
         while self.tensors:

@@ -26,7 +26,7 @@ def allocating_on_host(size: int, what: str, advice: str) -> Iterator[None]:
 
     Args:
         size: bytes that are allocated.
-        what: they are for.
+        what: what the memory is for, as the message of an error names it.
         advice: what is left as it is, and what to do; sentences.
 
     Raises:
@@ -58,9 +58,6 @@ class HostBuffers:
 
     def take(self, size: int) -> torch.Tensor:
         """A buffer, which must not be in use by a copy.
-
-        Args:
-            size: its bytes.
 
         Raises:
             HostMemoryError: the host has no memory for it.

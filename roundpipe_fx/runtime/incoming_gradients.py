@@ -102,7 +102,6 @@ def returning(run: Boxed, outputs: int, traced: Sequence[tuple[int, torch.Tensor
     """Wrap a forward program so that its outputs are known to :func:`leaving_out`.
 
     Args:
-        run: the program.
         outputs: number of its leading results that are outputs.
         traced: for each incoming gradient the number of its output, and its fake value; ``None``: all sizes are known.
     """
@@ -166,7 +165,6 @@ def receiving(run: Boxed, tangents: Mapping[int, bool]) -> Boxed:
     """Wrap a backward program so that it gets zeros of the sizes of its call for gradients that did not arrive.
 
     Args:
-        run: the program.
         tangents: positions of the incoming gradients, in order, and whether their strides matter.
     """
 
@@ -185,7 +183,6 @@ def gradient_observer(run: Boxed, unexpected: Mapping[int, str], see: Callable[[
     """Wrap a backward program so that it reports unexpected incoming gradients.
 
     Args:
-        run: the program.
         unexpected: names of the incoming gradients that the plan assumes missing, by position.
         see: called with the name of each one that is passed.
     """

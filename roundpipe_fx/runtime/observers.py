@@ -53,7 +53,6 @@ def profile_operators(module: fx.GraphModule, see: Callable[[str, int], None]) -
     """Measure the operators of a stage module whose workspace depends on data.
 
     Args:
-        module: a stage module.
         see: called with the operator's name and the bytes of its workspace each time that it runs, except while the
             user's own profiler runs.
 

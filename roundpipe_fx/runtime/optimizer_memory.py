@@ -45,7 +45,6 @@ def optimizer_memory(optimizer: torch.optim.Optimizer, parameters: Collection[in
     The state of a class that is not one of ``torch.optim``'s is known only after its first step.
 
     Args:
-        optimizer: the optimizer.
         parameters: identities of the model's parameters; others that it has on the host are copies.
     """
     total = allocated = 0

@@ -93,7 +93,6 @@ class OptimizerParameters:
     """The optimizer's parameters of one model, by name.
 
     Args:
-        model: the model.
         dtype: dtype of the copies. ``None``: no copies; the optimizer works on the model's own parameters.
 
     Attributes:
@@ -165,8 +164,6 @@ class OptimizerParameters:
         Args:
             step_fn: steps the optimizer; or the optimizer, which then steps and clears its gradients.
             is_async: whether ``step_fn`` runs in another thread. Its results are then copied back at the next step.
-            *args: passed to ``step_fn``.
-            **kwargs: passed to ``step_fn``.
 
         Raises:
             RuntimeError: a parameter has a gradient, but its optimizer parameter was never requested.

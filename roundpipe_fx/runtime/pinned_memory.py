@@ -42,7 +42,6 @@ def pinned_empty(size: int, device: torch.device) -> torch.Tensor:
 
     Args:
         size: how many, at least one.
-        device: which copies.
 
     Raises:
         RuntimeError: the host has no memory for it, or it cannot be pinned.
@@ -59,7 +58,6 @@ def pinned_copy(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     Args:
         value: on the host, and all of its memory.
-        device: which copies it.
 
     Raises:
         RuntimeError: as of :func:`pinned_empty`.
@@ -136,7 +134,6 @@ class _Pages:
     ones that are pinned it would be given copies. They are the parent's there, which alone unregisters them.
 
     Args:
-        size: bytes.
         device: whose context is used.
 
     Raises:
@@ -171,7 +168,6 @@ class _Pages:
 
         Args:
             when_over: called when the buffer, and every tensor in it, is gone.
-            *args: for it.
         """
         buffer = (ctypes.c_char * self.size).from_buffer(self._memory)
         weakref.finalize(buffer, when_over, *args).atexit = False

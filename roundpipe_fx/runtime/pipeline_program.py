@@ -108,7 +108,6 @@ class Instruction:
     """An action with its inputs and outputs.
 
     Attributes:
-        action: the action.
         code: the stage module to run.
         receives: stage actions of other devices whose message must have arrived.
         dying: for each argument, whether it is a value that no later action of this device reads.
@@ -200,8 +199,6 @@ class _Readers:
         """The readers under a schedule.
 
         Args:
-            device: the device.
-            program: of the microbatch.
             where: by stage action of this run, its device.
             sequence: the stage actions of this device, in order.
             where_later: by stage action of a later run, its device.

@@ -37,7 +37,6 @@ class Span:
     """When an action ran.
 
     Attributes:
-        action: the action.
         base: beginning of the run: seconds on the CPU, an event on an accelerator.
         start: start of the action, likewise.
         end: end of the action, likewise.

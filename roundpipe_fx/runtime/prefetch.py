@@ -35,7 +35,6 @@ class Stay:
     """Tensors that stay on a device where they would be dropped.
 
     Attributes:
-        keys: their identities.
         start: position of the instruction before which they would be dropped.
         stop: position before which they would be there again.
     """

@@ -24,8 +24,6 @@ class ProfiledStep:
     """Measures the peak memory of a step: of its forward program, then of its backward program.
 
     Args:
-        forward: the forward program.
-        backward: the backward program.
         device_type: ``"cpu"`` or ``"cuda"``.
         see: called after each program with the peak bytes of the step so far, beyond those allocated when it began.
         outside: bytes that are allocated between the two programs, and held until the end.

@@ -38,8 +38,6 @@ def random_streams(device: torch.device, microbatches: int, first: int = 0) -> l
     """A stream for each microbatch: number 0 has the state of the device's generator, the others are seeded by it.
 
     Args:
-        device: the device.
-        microbatches: how many.
         first: number of the first one's stream: replicas with the same state have different microbatches.
     """
     state = state_of(device)
@@ -100,7 +98,7 @@ def _is_random(node: fx.Node, module: fx.GraphModule) -> bool:
 
 def _from_stream(operation: Callable[..., Any]) -> Callable[..., Any]:
     def from_stream(*args: Any, **kwargs: Any) -> Any:
-        stream_and_device = getattr(_local, "place", None)
+        stream_and_device = getattr(_local, "stream_and_device", None)
         if stream_and_device is None:
             return operation(*args, **kwargs)
         stream, device = stream_and_device

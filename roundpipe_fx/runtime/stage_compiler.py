@@ -42,8 +42,6 @@ def compile_stages(
     """Make every stage module callable.
 
     Args:
-        modules: the stage modules.
-        compiler: what runs them.
         cache: callables compiled before, by fingerprint; extended.
         see_workspace: called with name and bytes each time that an operator runs whose workspace depends on data. Only
             for ``"eager"``.
@@ -82,8 +80,6 @@ def compile_stage(
     """Make one stage module callable. The result keeps the opaque calls of its graph alive.
 
     Args:
-        graph_module: the stage module.
-        compiler: what runs it.
         donated: positions of inputs that Inductor's code may write over, if nothing else refers to them in a call.
         failed: called when Inductor cannot compile it; it runs eagerly then, with a warning.
     """

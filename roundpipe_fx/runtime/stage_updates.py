@@ -78,7 +78,6 @@ class _Update:
     """The update of one parameter.
 
     Attributes:
-        parameter: the model's.
         memory: the model's parameter's memory. ``parameter.data`` may be exchanged while a step is captured.
         target: what the optimizer steps: the model's parameter itself, or its copy in another dtype.
         group: number of its group.
@@ -234,7 +233,6 @@ class StageUpdates:
         """End a step that has failed: no other update begins, and the user is told if there were any.
 
         Args:
-            step: the step.
             error: why it has failed.
             complete: whether all gradients were complete, so that those not applied are kept in ``.grad``.
         """

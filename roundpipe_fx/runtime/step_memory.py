@@ -25,7 +25,7 @@ class DeviceMemory:
 
     Attributes:
         device: name of the device.
-        total: of the device.
+        total: the device's whole memory, used or not.
         free: free for any process.
         reserved: that the allocator of this process has taken.
         allocated: of these, in use.
@@ -33,7 +33,6 @@ class DeviceMemory:
         parameters: of the model's parameters and buffers.
         gradients: of their gradients, as far as they were allocated before.
         optimizer: of the state of optimizers that have parameters of the model.
-        libraries: that libraries keep.
     """
 
     device: str
@@ -73,7 +72,6 @@ def device_memory(device: torch.device, before: int, models: Sequence[nn.Module]
     """Look at the memory of a CUDA device.
 
     Args:
-        device: the device.
         before: bytes allocated when the step began.
         models: whose parameters, gradients and optimizers are told apart from others.
     """

@@ -49,7 +49,6 @@ def offload_steps_of(
     Args:
         schedule: the schedule whose positions the offloads refer to.
         instructions: of each device; actions that a microbatch does not have, or that another run has, are missing.
-        offloads: what leaves.
         kinds: of actions of the run; ``None``: all.
     """
     steps_of_devices: list[Mapping[int, OffloadSteps]] = []
@@ -76,7 +75,6 @@ def _in_run(offload: Offload, turn: int, kinds: Collection[ActionKind] | None) -
     """The steps of an offload that belong to a run.
 
     Args:
-        offload: what leaves.
         turn: position of the device's first backward, if all forwards run before all backwards.
         kinds: of actions of the run; ``None``: all.
     """
@@ -97,7 +95,6 @@ class OffloadState:
         value: on the device; ``None`` while there is none.
         layout: arguments of ``set_`` beside the memory.
         size: bytes of its memory.
-        buffer: on the host.
     """
 
     value: torch.Tensor | None
@@ -112,7 +109,6 @@ class ValueOffloading:
     Args:
         steps: what happens before which instruction.
         values: the worker's values: for each microbatch, by number.
-        device_streams: of the worker.
         offloaded: what an earlier run has left on the host, by microbatch and number; emptied as it comes back.
     """
 

@@ -26,7 +26,6 @@ class Weights:
 
     Attributes:
         reads: for each segment, numbers of tensors.
-        bytes: of each tensor.
         bandwidth: bytes per second between the host and a device.
     """
 
@@ -59,8 +58,6 @@ def balance_offloaded_stages(
         forward_seconds: of each segment, for one microbatch.
         backward_seconds: likewise, without recomputation; all zero: there is no backward.
         recompute: whether backward slots run the forward again.
-        devices: number of devices.
-        microbatches: number of microbatches.
         weights: the tensors that segments read.
         limit: bytes that weights and their gradients may take on a device at one time. If it is ``None``, or no
             partition fits, the partition that takes the fewest bytes is returned.

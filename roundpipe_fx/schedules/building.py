@@ -30,8 +30,6 @@ def make_schedule(spec: ScheduleSpec, graph: StageGraph, costs: StepCosts, devic
             gradients of them) are left out. Of a schedule that was written for its stages only the halves of backwards
             are, since everything else is a mistake that is to be named.
         costs: of the steps; how stages are dispatched depends on them.
-        devices: how many.
-        microbatches: how many.
 
     Raises:
         InvalidScheduleError: backwards are split though the specification says that they are not, or the reverse.
@@ -68,7 +66,6 @@ def with_recompute(schedule: Schedule, graph: StageGraph) -> Schedule:
     waits.
 
     Args:
-        schedule: the schedule.
         graph: the stage actions that exist.
 
     Returns:
@@ -101,7 +98,6 @@ def with_transfers(schedule: Schedule, graph: StageGraph) -> list[list[Action]]:
     """Each device's actions, with sends and receives inserted.
 
     Args:
-        schedule: a valid schedule.
         graph: which stage action reads which.
     """
     orders = [schedule.actions(device) for device in range(schedule.devices)]

@@ -33,7 +33,7 @@ class OffloadRule:
     """Rule that decides which values leave: the same for every number of microbatches.
 
     Attributes:
-        limit: bytes per device.
+        limit: bytes that a device may allocate at any position of its order.
         distance: number of actions beside which a value is copied, in each direction.
         in_time: whether values leave whose copies end in time, rather than those that stay away longest.
     """
@@ -52,7 +52,6 @@ def offloads_within(
         timing: of the schedule if nothing leaves.
         costs: of the stage actions.
         others: costs of microbatches of another size, by index.
-        rule: the rule.
     """
     if max(timing.peak_bytes) <= rule.limit and not costs.wanted_on_host:
         return []
@@ -80,7 +79,6 @@ def choose_offloads(candidates: Sequence[Offload], action_bytes: Sequence[np.nda
     Args:
         candidates: all that may leave; times of one value do not overlap.
         action_bytes: for each device, the bytes allocated there during each of its actions, with everything present.
-        limit: bytes per device.
     """
     chosen: list[Offload] = []
     for device, during in enumerate(action_bytes):
@@ -116,7 +114,7 @@ class _Outgoing:
     Args:
         starts: seconds at which the device's actions start, if nothing leaves.
         ends: seconds at which they end.
-        bandwidth: bytes per second.
+        bandwidth: bytes per second from the device to the host.
     """
 
     def __init__(self, starts: np.ndarray, ends: np.ndarray, bandwidth: float) -> None:
@@ -145,7 +143,6 @@ def _cover_in_time(
         candidates: all that may leave.
         must: what leaves in any case; ``left`` is without it.
         left: by position, the bytes that are there; lowered by what leaves.
-        limit: bytes.
         link: with no copies yet.
     """
     leaving: list[tuple[int, int, int, Offload]] = []

@@ -157,9 +157,7 @@ class ReplicaLink:
         """Start with no collective in progress.
 
         Args:
-            parallel: the replicas.
             gathers: what each device gathers; nothing unless parameters are sharded.
-            buckets: of each device.
             lengths: number of actions of each device.
         """
         self._waits = parallel.sharded

@@ -15,13 +15,7 @@ from roundpipe_fx.schedules.timetable import Schedule, block_of, run_of
 
 
 def gpipe(devices: int, stages: int, microbatches: int) -> Schedule:
-    """The GPipe schedule. Each device has consecutive stages, divided as evenly as possible.
-
-    Args:
-        devices: number of devices.
-        stages: number of stages.
-        microbatches: number of microbatches.
-    """
+    """The GPipe schedule. Each device has consecutive stages, divided as evenly as possible."""
     orders = []
     for device in range(devices):
         stages_here = run_of(device, devices, stages)

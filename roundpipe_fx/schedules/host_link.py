@@ -37,8 +37,7 @@ class WindowCopy:
             must be there, or its last one, behind which its gradients leave.
         to_host: whether it is of gradients, to the host.
         start: seconds since the beginning of the step.
-        end: likewise.
-        bytes: number of bytes.
+        end: modelled seconds since the beginning of the step.
     """
 
     device: int

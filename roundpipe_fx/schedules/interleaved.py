@@ -15,13 +15,7 @@ from roundpipe_fx.schedules.timetable import NUMBER, Schedule, pairs
 
 
 def interleaved(devices: int, stages: int, microbatches: int) -> Schedule:
-    """The interleaved 1F1B schedule. Stage s runs on device s modulo ``devices``.
-
-    Args:
-        devices: number of devices.
-        stages: number of stages.
-        microbatches: number of microbatches.
-    """
+    """The interleaved 1F1B schedule. Stage s runs on device s modulo ``devices``."""
     # A smaller last group is scheduled as a full one and the missing microbatches are removed afterwards; likewise
     # for stages, where some devices have one less than others.
     whole = -(-microbatches // devices) * devices

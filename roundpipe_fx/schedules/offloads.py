@@ -125,7 +125,6 @@ def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], taken: Cal
     the one at which it is back, where others have left already.
 
     Args:
-        offloads: what leaves.
         lengths: number of actions of each device.
         taken: bytes that a buffer of a size takes.
     """

@@ -12,7 +12,6 @@ def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
     """Divide items into consecutive runs so that the slowest run is as fast as possible.
 
     Args:
-        seconds: of each item.
         count: number of runs; at most the number of items.
 
     Returns:
@@ -28,7 +27,6 @@ def run_costs(seconds: Sequence[float], entry_seconds: Sequence[float] | None = 
     """``costs[i, j]``: seconds of items i up to j, exclusive, and of entering item i; infinite where j <= i.
 
     Args:
-        seconds: of each item.
         entry_seconds: of beginning a run at each item.
     """
     size = len(seconds)
@@ -61,7 +59,6 @@ def partition(costs: torch.Tensor, entry_bytes: list[int], stages: int) -> list[
     Args:
         costs: ``costs[i, j]``: cost of a stage of segments i up to j, exclusive; infinite if it is not allowed.
         entry_bytes: for each segment, bytes that are live across its beginning.
-        stages: number of stages.
 
     Returns:
         index of the first segment of each stage.

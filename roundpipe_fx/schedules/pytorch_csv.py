@@ -23,9 +23,6 @@ def actions_of_cells(rows: Iterable[Sequence[str]]) -> list[list[Action]]:
     A full backward of a stage whose other backwards are split becomes its two halves, one after the other. What is
     overlapped runs in the order in which it is written.
 
-    Args:
-        rows: cells by rank.
-
     Raises:
         ValueError: a cell is none of PyTorch's.
     """

@@ -31,7 +31,7 @@ class Dispatch:
 
     Attributes:
         runs: (slot, microbatches, worker), in the order of assignment.
-        makespan: seconds, without transfers.
+        makespan: modelled seconds of the whole schedule, transfers not counted.
     """
 
     runs: tuple[tuple[int, range, int], ...]
@@ -42,9 +42,7 @@ def dispatch(devices: int, seconds: Sequence[float], microbatches: int, once: bo
     """The dispatch with the shortest makespan among group sizes and limits of sharing.
 
     Args:
-        devices: number of workers.
         seconds: of each slot, for one microbatch.
-        microbatches: number of microbatches.
         once: whether each slot is assigned once, for all microbatches, because its parameters are copied for it.
     """
     if once:
@@ -92,10 +90,8 @@ def round_robin(
     """RoundPipe's schedule: slots dispatched for groups of microbatches.
 
     Args:
-        devices: number of devices.
         fused: index of the slot that runs the end of the forward and the beginning of the backward.
         slots: number of slots; backward slots are numbered on from the forward slots.
-        microbatches: number of microbatches.
         seconds: of each slot, for one microbatch; ``None``: all equal.
         once: whether each slot is assigned once, for all microbatches.
     """

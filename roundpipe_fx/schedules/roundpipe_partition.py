@@ -58,10 +58,8 @@ def balance_roundpipe_stages(
 
     Args:
         forward_seconds: of each segment, for one microbatch.
-        backward_seconds: likewise, without recomputation.
+        backward_seconds: modelled seconds of each item's backward, without recomputation.
         recompute: whether backward slots run the forward again.
-        devices: number of devices.
-        microbatches: number of microbatches.
     """
     forward, backward = list(forward_seconds), list(backward_seconds)
     recomputing = [b + (f if recompute else 0.0) for f, b in zip(forward, backward, strict=True)]
@@ -98,7 +96,6 @@ def slot_seconds(
     """Seconds of each slot, for one microbatch.
 
     Args:
-        tried: a partition.
         forward: seconds of each segment's forward.
         backward: seconds of its backward.
         recomputing: seconds of its backward with its recomputation.

@@ -52,8 +52,6 @@ class KeptGathered:
     Attributes:
         device: number of the device.
         stage: the stage that reads them next.
-        parameters: their numbers.
-        bytes: of them together.
         dropped: position in the device's order before which they would be dropped.
         regathered: position before which they would be gathered again.
     """
@@ -71,7 +69,6 @@ class DeviceOrder:
     """The actions of one device.
 
     Attributes:
-        device: its number.
         steps: the stage action of each of its actions.
         turn: position of the first action of the backward half of a step, before which everything is dropped.
     """
@@ -124,7 +121,7 @@ def choose_kept(gaps: Sequence[KeptGathered], action_bytes: Sequence[np.ndarray]
     Args:
         gaps: all that may stay.
         action_bytes: for each device, the bytes allocated there during each of its actions if nothing stays.
-        limit: bytes per device.
+        limit: bytes that a device may hold at any position of its order.
     """
     left = [limit - during.astype(np.int64) for during in action_bytes]
     chosen = []
@@ -141,8 +138,6 @@ def gathers_of(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptGathe
     """Bytes that a device gathers, window by window: :func:`roundpipe_fx.runtime.prefetch.prefetch_steps_of` as bytes.
 
     Args:
-        order: of the device.
-        costs: of the parameters.
         kept: what stays gathered on it.
     """
     dropped: dict[int, list[KeptGathered]] = {}
@@ -168,8 +163,6 @@ def gathered_bytes(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptG
     """Bytes that a device gathers in a step, its own rows included.
 
     Args:
-        order: of the device.
-        costs: of the parameters.
         kept: what stays gathered on it.
     """
     return sum(sum(gather.first) + sum(gather.ahead) for gather in gathers_of(order, costs, kept))
@@ -185,8 +178,6 @@ def sharded_changes(
     """Changes of the bytes of a device, by position, beside the whole gradients of a step.
 
     Args:
-        order: of the device.
-        costs: of the parameters.
         gradients: bytes of the gradients of parameters that stage actions add to, by number. They are counted from the
             first of these actions to the end of the step.
         late: numbers of the parameters whose gradients are reduced at the end of the step.
@@ -219,7 +210,6 @@ def late_gradients(orders: Sequence[DeviceOrder], gradients: Mapping[StageAction
     the forward computes them.
 
     Args:
-        orders: of all devices.
         gradients: bytes of gradients by stage action and number.
     """
     adding = Counter(

@@ -75,8 +75,6 @@ class ScheduleSpec:
 
         Args:
             other: a schedule with whole backwards.
-            devices: how many.
-            microbatches: how many.
         """
         alone = devices == 1 or (microbatches == 1 and not self.splits_backward)
         if not alone or self.dispatches:
@@ -87,11 +85,7 @@ class ScheduleSpec:
 
 
 def given_spec(schedule: Schedule) -> ScheduleSpec:
-    """The specification of a schedule that the user has written.
-
-    Args:
-        schedule: the schedule.
-    """
+    """The specification of a schedule that the user has written."""
     forwards = (order[order[:, 0] == NUMBER[ActionKind.FORWARD], 1] for order in schedule.orders)
     return ScheduleSpec(
         "given",

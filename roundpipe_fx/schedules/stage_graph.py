@@ -35,7 +35,6 @@ def chain(stages: int, *, split: bool = False, recompute: bool = False, training
     """The graph of a pipeline in which each stage reads the previous one.
 
     Args:
-        stages: number of stages.
         split: whether gradients of inputs and of parameters are separate stage actions.
         recompute: whether stages have a recomputation.
         training: whether there is a backward.
@@ -64,7 +63,6 @@ def rounds(fused: int, slots: int, *, recompute: bool = False) -> StageGraph:
 
     Args:
         fused: index of the slot that runs the end of the forward and the beginning of the backward.
-        slots: number of slots.
         recompute: whether the backward slots after the fused one have a recomputation.
     """
     reads: dict[StageAction, tuple[StageAction, ...]] = {}

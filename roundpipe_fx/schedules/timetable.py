@@ -108,9 +108,6 @@ class Schedule:
 
         Recomputations are left out: there they are part of the backwards.
 
-        Args:
-            path: the file.
-
         Raises:
             OSError: the file cannot be written.
         """
@@ -168,9 +165,6 @@ class Schedule:
     def restricted(self, graph: StageGraph) -> Schedule:
         """A copy without the actions that are not in a stage graph.
 
-        Args:
-            graph: the stage graph.
-
         Returns:
             the copy.
         """
@@ -182,9 +176,6 @@ class Schedule:
 
         A stage whose inputs need no gradients, or that has no parameters, has only the other half. Whoever writes a
         schedule for a number of stages cannot know that.
-
-        Args:
-            graph: the stage graph.
 
         Returns:
             the copy.

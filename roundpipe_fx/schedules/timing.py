@@ -47,7 +47,6 @@ class Timing:
     """When the actions of a schedule run.
 
     Attributes:
-        schedule: the schedule.
         graph: which stage action reads which.
         starts: for each device, the seconds at which its actions start.
         ends: for each device, the seconds at which its actions end.

@@ -32,12 +32,8 @@ def v_shaped(
     """The schedule of some phases. Stages are divided among both ways of all devices as evenly as possible.
 
     Args:
-        name: of the schedule.
         phases: returns those of a device, given its number, how many there are, and how many microbatches: at least as
             many as fill the pipeline. If there are fewer, the actions of those that are missing are left out.
-        devices: number of devices.
-        stages: number of stages.
-        microbatches: number of microbatches.
     """
     enough = max(microbatches, 2 * devices - 1)
     orders = []

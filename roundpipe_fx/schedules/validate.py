@@ -24,7 +24,6 @@ def validate(schedule: Schedule, graph: StageGraph, microbatches: int, devices: 
     Args:
         schedule: the schedule to check.
         graph: the stage actions to run for each microbatch.
-        microbatches: number of microbatches.
         devices: number of devices that are available.
 
     Raises:

@@ -15,13 +15,7 @@ from roundpipe_fx.schedules.v_shape import SchedulePhase, v_shaped
 
 
 def zbv(devices: int, stages: int, microbatches: int) -> Schedule:
-    """The ZB-V schedule. With two stages a device, device d has stages d and 2 × ``devices`` - 1 - d.
-
-    Args:
-        devices: number of devices.
-        stages: number of stages.
-        microbatches: number of microbatches.
-    """
+    """The ZB-V schedule. With two stages a device, device d has stages d and 2 × ``devices`` - 1 - d."""
     return v_shaped("zbv", _phases, devices, stages, microbatches)
 
 

@@ -14,13 +14,7 @@ from roundpipe_fx.schedules.timetable import Schedule, run_of
 
 
 def zero_bubble(devices: int, stages: int, microbatches: int) -> Schedule:
-    """The ZB-H1 schedule. Each device has consecutive stages, divided as evenly as possible; backwards are split.
-
-    Args:
-        devices: number of devices.
-        stages: number of stages.
-        microbatches: number of microbatches.
-    """
+    """The ZB-H1 schedule. Each device has consecutive stages, divided as evenly as possible; backwards are split."""
     return Schedule.of(
         "zero_bubble",
         [_order(run_of(device, devices, stages), device, devices, microbatches) for device in range(devices)],

@@ -224,7 +224,6 @@ def traces(function: Callable[[], Any], tensors: Sequence[Any]) -> bool:
     """Return whether ``function`` runs on fake tensors without reading data. It is not recorded in a graph.
 
     Args:
-        function: called once.
         tensors: some of the fake tensors that it reads, which give the shape environment.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException

@@ -46,7 +46,6 @@ def graph_module(root: Any, graph: fx.Graph, name: str = "GraphModule") -> fx.Gr
 
     Args:
         root: has the attributes that the graph refers to.
-        graph: the graph.
         name: name of its class.
     """
     from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -67,8 +66,7 @@ def inductor(
     rounding; outputs have the strides that they have in the graph, for which the next stage was compiled.
 
     Args:
-        module: the graph.
-        example_inputs: fake ones.
+        example_inputs: fake tensors of the inputs' shapes, strides and devices.
         decompositions: of operators, which take precedence over Inductor's own.
         donated: positions of inputs that the code may write over. Inductor's cache does not know them, and would give
             code for others; so they are part of the tag of its keys.
@@ -170,11 +168,7 @@ def inductor_code(
     only the kernels are left to compile.
 
     Args:
-        module: the graph.
-        example_inputs: fake ones.
-        decompositions: see :func:`inductor`.
-        donated: see :func:`inductor`.
-        options: see :func:`inductor`.
+        example_inputs: fake tensors of the inputs' shapes, strides and devices.
 
     Returns:
         the text of a module with a function, or a method, ``call``, which allocates, frees and calls the kernels.

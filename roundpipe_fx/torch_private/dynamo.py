@@ -79,7 +79,6 @@ class CompiledFrame(NamedTuple):
     """A function that Dynamo compiles.
 
     Attributes:
-        code: its code.
         options: those given to ``torch.compile`` together with a backend's name.
     """
 
@@ -150,8 +149,6 @@ class UntracedFunction(NamedTuple):
     """A function that Dynamo gave up and runs eagerly.
 
     Attributes:
-        line: where.
-        reason: why.
         limit: the limit on compilations that was reached; ``None`` if that is not the reason.
     """
 
@@ -165,7 +162,6 @@ class RecompileLimit(NamedTuple):
 
     Attributes:
         name: of the setting in ``torch._dynamo.config``.
-        number: its value.
         guard: what did not hold in the last call and had held when the function was compiled, as ``self.count == 3``;
             ``""`` if it is not known.
     """
@@ -198,7 +194,6 @@ def _limit_in(text: str, attempt: Any) -> RecompileLimit | None:
     """The limit on compilations that a message of Dynamo's names.
 
     Args:
-        text: the message.
         attempt: Dynamo's metrics of the compilation.
     """
     name = _LIMIT.search(text)
@@ -449,12 +444,7 @@ def _owners(local: Mapping[str, Any]) -> list[torch.nn.Module]:
 
 @dataclass(frozen=True)
 class _ForwardCalls:
-    """The calls of ``forward`` in one graph, by Dynamo's frame; a frame that is gone is not asked for again.
-
-    Attributes:
-        number_of: their numbers.
-        numbers: the next ones.
-    """
+    """The calls of ``forward`` in one graph, by Dynamo's frame; a frame that is gone is not asked for again."""
 
     number_of: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
     numbers: Iterator[int] = field(default_factory=itertools.count)

@@ -108,7 +108,6 @@ def record_allocations(run: Callable[[], _T], seen: _See) -> _T:
     """Run a function and record what this thread allocates and frees meanwhile.
 
     Args:
-        run: the function.
         seen: called with the record, unless ``run`` raises an exception: when it has returned, or if it runs inside
             another function that is being recorded in the same thread, when that one has.
 
@@ -161,7 +160,6 @@ def _tell(records: Sequence[Sequence[Any]], began: float, recorded: _Recorded, s
     Args:
         records: the profiler's events, by thread.
         began: when the first of them was recorded.
-        recorded: the functions inside.
         seen: of the outer function.
     """
     events = [*itertools.chain.from_iterable(records)]

@@ -128,9 +128,6 @@ def with_harmless_checks(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]
     AOTAutograd makes the first call under a dispatch mode that checks whether results of custom operators alias their
     operands. The mode refuses operands of plain subclasses of tensors, and conjugates are not resolved under it. Here
     the same check is made without either.
-
-    Args:
-        run: a boxed function.
     """
     from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
@@ -177,7 +174,6 @@ def without_class(run: Callable[..., Any], examples: Sequence[Any]) -> Callable[
     AOTAutograd's check in the first call (:func:`with_harmless_checks`) refuses them even before the graph is run.
 
     Args:
-        run: called by Dynamo.
         examples: the inputs for which it was compiled.
     """
     plain = [position for position, value in enumerate(examples) if _is_of_plain_subclass(value)]

@@ -26,9 +26,9 @@ def trace_packed_sequences(
     """Patch Dynamo so that it traces other functions on packed sequences in our compilations.
 
     Args:
-        pack: instead of ``pack_padded_sequence``.
+        pack: traceable function that is called in place of ``pack_padded_sequence``.
         pack_by_numbers: the same, where the lengths are numbers that were read from a tensor.
-        pad: instead of ``pad_packed_sequence``.
+        pad: traceable function that is called in place of ``pad_packed_sequence``.
         forward: instead of that of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU``, on a packed sequence.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase

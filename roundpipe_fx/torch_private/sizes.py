@@ -96,7 +96,6 @@ def planned_sizes(nodes: Sequence[Any], graph: fx.Graph) -> dict[int, int]:
     Other integers, as a counter by which something is scaled, change no memory.
 
     Args:
-        nodes: the inputs.
         graph: the graph that the program was emitted from.
 
     Returns:
@@ -180,7 +179,6 @@ def note_count(count: Any, shape: Sequence[Any]) -> None:
     PyTorch notes an upper bound only if these sizes are plain numbers.
 
     Args:
-        count: the size.
         shape: of what it counts elements of, such as a mask.
     """
     symbol = data_dependent_symbol(count)
@@ -225,8 +223,6 @@ def assume_sizes(joint: fx.GraphModule, sizes: Mapping[str, int], *, at_most: bo
     """Set the values that :func:`size_hint` returns for sizes of a graph.
 
     Args:
-        joint: the graph.
-        sizes: values by symbol.
         at_most: whether data-dependent sizes are to have their upper bounds instead, where these are known. Some become
             known only as passes run (the mask that a `nonzero` counts).
     """
@@ -275,7 +271,6 @@ class InputSize:
     Attributes:
         symbol: name of the symbol.
         node: an input that has the size.
-        dim: the dimension.
         size: size of that dimension; may be an expression, such as a multiple of the symbol.
         current: value of the symbol in the current inputs.
         largest: upper bound of the symbol, if the user gave a range (``torch._dynamo.mark_dynamic``).

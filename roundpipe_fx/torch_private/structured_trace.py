@@ -8,12 +8,7 @@ __all__ = ["trace_artifact"]
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Write a text into the trace, if there is one.
-
-    Args:
-        name: of the artifact.
-        text: makes it.
-    """
+    """Write a text into the trace, if there is one."""
     from torch._logging import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)

@@ -36,9 +36,6 @@ def one_level(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Callable[[S
 
     PyTorch's functions refer to themselves, and to ``is_leaf``, until garbage is collected, so that is not to refer to
     the value.
-
-    Args:
-        value: any.
     """
     itself = id(value)
     is_part = lambda item: id(item) != itself  # noqa: E731

@@ -30,7 +30,6 @@ def keep_users_exceptions(
     """Call a function that is compiled as one graph, and raise exceptions of the traced code unchanged.
 
     Args:
-        function: returned by ``torch.compile``.
         modules: modules whose tensors it may read, and whose attributes it may change.
         *args: passed to the function.
         **kwargs: passed to the function.

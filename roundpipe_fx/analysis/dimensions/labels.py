@@ -60,7 +60,6 @@ class Labels:
     """Assigns the labels of one operation.
 
     Attributes:
-        sizes: by label.
         mixed: labels along which the work does not divide.
     """
 

@@ -52,7 +52,6 @@ class Call:
     """A call as the rules read it: arguments by name, shapes, results.
 
     Attributes:
-        node: the call.
         results: shapes of its tensor results.
     """
 

@@ -17,8 +17,6 @@ def replaced(labels: Labels, dims: Sequence[Dim], shape: Sequence[Any], axes: Co
     """Dimensions of another tensor that differ from given ones at some places, where they are mixed.
 
     Args:
-        labels: of the operation.
-        dims: the given ones.
         shape: of the other tensor.
         axes: where they differ; there the given ones are mixed too.
 

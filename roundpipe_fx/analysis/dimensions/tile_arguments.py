@@ -47,7 +47,6 @@ def arguments_on_tile(
     """The arguments of an operation for a run on a tile.
 
     Args:
-        node: the operation.
         dimensions: what is known of it.
         sizes: the tile's number of positions by label, as numbers or as nodes; labels that are left out are not
             divided. If a dimension is a product of several labels of which one is a node, products are added to that

@@ -71,7 +71,6 @@ class BodyCosts:
     """Builds the bodies of loops and counts their costs.
 
     Attributes:
-        model: of operations.
         device: that operations run on; ``None``: not known, as are workspaces.
         granularity: bytes that the device's allocator rounds sizes up to.
         eager: whether operations run as they are.

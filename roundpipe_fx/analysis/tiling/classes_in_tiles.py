@@ -33,9 +33,7 @@ class Scaled:
     """Log-probabilities, or a gradient of log-probabilities, times a number.
 
     Attributes:
-        node: the value.
         axis: the dimension of its classes; the others are the rows, in their order.
-        factor: the number.
     """
 
     node: fx.Node
@@ -72,9 +70,6 @@ class Uses:
 
 def online_softmaxes(joint: JointGraph) -> dict[str, int]:
     """The log-softmaxes that can be rewritten with sums over their classes.
-
-    Args:
-        joint: an annotated graph.
 
     Returns:
         by name, in graph order, the dimension of the classes.
@@ -208,10 +203,6 @@ def summed_dims(node: fx.Node, rank: int) -> set[int]:
 
 def _parts(value: Scaled, reader: fx.Node) -> tuple[Scaled, ...] | None:
     """The summands of a gradient of log-probabilities: each is at the label of a row, or the same for all its classes.
-
-    Args:
-        value: the gradient.
-        reader: its only reader.
 
     Returns:
         the operations that compute them; ``None``: a summand is of another form.

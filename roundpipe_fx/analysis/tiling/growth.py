@@ -36,7 +36,6 @@ class Growth:
     """A region that grows from a value whose rows are known.
 
     Attributes:
-        widest: the value.
         start: where its rows are.
         order: the nodes of the graph, with their positions.
         described: how operations divide, as far as anybody has asked.
@@ -45,11 +44,10 @@ class Growth:
         tangential: what depends on incoming gradients.
         where: by value, where its rows are.
         undivided: values of which each tile needs all, or which are sums over tiles.
-        members: the operations.
         whole: those of them that do the same for each tile.
         sums: whether values of the forward, other than scalars, are sums over tiles.
         saved: bytes that need no longer exist at once; at most 0 if there is no use in tiles.
-        rows: number of rows.
+        rows: product of the sizes of the dimensions that are divided.
     """
 
     widest: fx.Node
@@ -252,7 +250,6 @@ def _between(members: Iterable[fx.Node], order: Mapping[fx.Node, int]) -> list[f
     """Nodes of the same phase on a way from a member to a member, in graph order.
 
     Args:
-        members: of one phase.
         order: the nodes of the graph, with their positions. Only those between the first member and the last are
             looked at: a model has many regions, and each of them is a small part of it.
     """

@@ -77,7 +77,6 @@ def proportional(nodes: Iterable[fx.Node], to: Collection[fx.Node]) -> frozenset
     """The values among those of ``nodes`` that are proportional to others: multiplied by what all of these are.
 
     Args:
-        nodes: in graph order.
         to: what they may depend on.
 
     Returns:

@@ -48,7 +48,6 @@ class RowSlice:
     """A slice, and what can leave out the rows that it leaves out.
 
     Attributes:
-        node: the slice.
         dim: the dimension that it slices.
         gradients: its backward, which puts zeros where rows were left out.
         members: the operations, in graph order.
@@ -97,7 +96,6 @@ def row_slice_of(joint: JointGraph, node: fx.Node) -> RowSlice | None:
 
     Args:
         joint: an annotated graph; not changed.
-        node: of its forward.
     """
     if not _is_slice(node):
         return None
@@ -184,9 +182,6 @@ class _SliceSearch:
     """The search for values that can leave out rows with one slice, given where rows are.
 
     Args:
-        joint: the graph.
-        node: the slice.
-        dim: what it slices.
         rows: where rows of what it slices are.
         known: how operations divide, as far as anybody has asked.
     """

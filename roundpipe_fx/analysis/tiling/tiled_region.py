@@ -63,7 +63,6 @@ class TileRegion:
 
     Attributes:
         widest: the value that the region was found from.
-        rows: number of rows.
         members: the operations, in graph order.
         whole: those of them that do the same for each tile (scalars).
         where: by value, where its rows are; what has none is the same for each tile, or a sum over tiles.

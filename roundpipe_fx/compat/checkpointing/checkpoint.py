@@ -52,7 +52,6 @@ def checkpoint(
 
     Args:
         function: called as ``function(*args, **kwargs)``, once now and once more for each backward.
-        *args: its inputs.
         use_reentrant: accepted for compatibility; the non-reentrant form is always used.
         preserve_rng_state: whether recomputation draws the same random numbers. Compiled, ``False`` means that no
             generator state is saved: random numbers are saved instead, so gradients are correct all the same.
@@ -61,7 +60,6 @@ def checkpoint(
         determinism_check: ``"default"`` compares shapes, dtypes and devices of recomputed tensors; ``"none"`` does not.
         debug: record the operations of both passes for the error message. Compiled it does nothing.
         early_stop: stop recomputing once all needed values are known.
-        **kwargs: its keyword inputs.
 
     Returns:
         what ``function`` returns.
@@ -117,7 +115,6 @@ def checkpoint_sequential(
         segments: how many segments to divide them into.
         input: of the first one.
         use_reentrant: accepted for compatibility; the non-reentrant form is always used.
-        preserve_rng_state: as for :func:`checkpoint`.
 
     Returns:
         what the last function returns.

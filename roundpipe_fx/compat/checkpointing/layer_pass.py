@@ -20,7 +20,7 @@ class Layer:
     """One call of a checkpointed function.
 
     Attributes:
-        name: for messages.
+        name: what error messages call the layer.
         data: the arguments of ``save_for_recompute``; ``None``: it was not called.
         inside: layers checkpointed inside it, in the order of their calls.
         begun: whether its first pass has begun.
@@ -37,7 +37,6 @@ class LayerPass:
     """A pass that is running.
 
     Attributes:
-        layer: whose.
         recomputing: whether it is a recomputation; else it is the first pass.
         entered: how many layers inside it have been entered.
     """

@@ -36,7 +36,6 @@ class Checkpointable(nn.Module):
     chain, and it runs compiled. In evaluation, and without gradients, the module runs unchanged.
 
     Args:
-        model: the module.
         custom_input: measure with this input at once.
         mem_limit: bytes; compute the sequence for this limit at once, if there is an input. ``None``: 90 % of the
             device's free memory.
@@ -47,7 +46,6 @@ class Checkpointable(nn.Module):
         loss_tmp_memory_usage: bytes that the loss, or other code between forward and backward, allocates.
 
     Attributes:
-        model: the module.
         chain: the costs of its layers, once measured.
         sequence: the operations, once computed.
 

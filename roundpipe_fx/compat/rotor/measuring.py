@@ -27,7 +27,6 @@ def measure_layers(layers: SequenceOf[nn.Module], value: Any, device: torch.devi
     Args:
         layers: each takes the result of the one before.
         value: the input of the first: a tensor, or a structure of tensors.
-        device: where they run.
 
     Returns:
         the chain; a gradient of a parameter counts as a temporary of its backward and of all later ones, since it

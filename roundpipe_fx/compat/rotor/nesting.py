@@ -46,7 +46,6 @@ def nest(sequence: Sequence, length: int) -> tuple[Kept | Rerun, ...]:
 
     Args:
         sequence: of a chain with ``length`` layers and a loss.
-        length: how many layers.
 
     Raises:
         ValueError: the sequence does not belong to this chain, or is not persistent; the message names the operation.
@@ -115,7 +114,6 @@ def run(
 
     Args:
         functions: the layers; each takes the result of the one before.
-        how: from :func:`nest`.
         value: the input of the first.
         preserve_rng_state: whether recomputation draws the same random numbers.
     """

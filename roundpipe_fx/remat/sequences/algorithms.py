@@ -34,7 +34,6 @@ def persistent(chain: Chain, limit: int, slots: int = 500) -> Sequence:
     """The fastest persistent sequence whose peak is within a limit.
 
     Args:
-        chain: the layers.
         limit: bytes, the chain's input included.
         slots: number of equal parts in which memory is counted.
 

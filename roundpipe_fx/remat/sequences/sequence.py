@@ -83,8 +83,6 @@ class Sequence(collections.abc.Sequence[SequenceOperation]):
     """Operations in order. Prints; is counted, sliced and iterated like a tuple.
 
     Attributes:
-        operations: the operations.
-        algorithm: what made it.
         limit: bytes that it was made for; ``None``: no limit.
     """
 
