@@ -105,6 +105,8 @@ class Pass:
         level: the level that it works at.
         when: whether it runs; the first line of its docstring says so in the table.
         needs: names of passes that must run before it.
+        changes_numerics: whether results may differ by rounding from those of the captured graph, or of the sum of
+            its microbatches' gradients. The others change no bits where stages run eagerly.
     """
 
     name: str
@@ -113,3 +115,4 @@ class Pass:
     when: Callable[[PassContext], bool] = field(default=always, kw_only=True)
     about: str = field(default="", kw_only=True)
     needs: tuple[str, ...] = field(default=(), kw_only=True)
+    changes_numerics: bool = field(default=False, kw_only=True)

@@ -16,6 +16,8 @@ emitted, by functions that are not passes:
 - *stage module*: stage modules are emitted; these passes get the ``torch.fx.Graph`` of one of them.
 - *program*: the programs that call stage modules are emitted; these passes get the graph of one of them.
 
+Passes keep the bits of results but for those with ``changes_numerics``: they may sum in another order.
+
 The passes themselves are functions with explicit arguments, one per file; the list passes them what they need of the
 context. ``ROUNDPIPE_FX_VERIFY=1`` checks the graph after each pass (:mod:`roundpipe_fx.ir.verifier`);
 ``ROUNDPIPE_FX_DUMP=folder`` writes it as text after each pass; the logger ``roundpipe_fx.passes`` has the seconds of
@@ -288,6 +290,7 @@ _PASSES = (
         lambda joint, _: split_tied_gradients(joint),
         when=_microbatches,
         about="the contributions of several uses of a parameter to its gradient are returned separately",
+        changes_numerics=True,
     ),
     Pass(
         "mean_losses",
@@ -297,6 +300,7 @@ _PASSES = (
         level=PassLevel.SUMMED,
         about="a loss that is a mean becomes a sum that is divided",
         needs=("annotate",),
+        changes_numerics=True,
     ),
     Pass(
         "row_slices",
@@ -306,6 +310,7 @@ _PASSES = (
         level=PassLevel.SUMMED,
         about="narrow values are sliced instead of the wide ones that are made of them row by row",
         needs=("annotate",),
+        changes_numerics=True,
     ),
     Pass(
         "online_softmax",
@@ -321,6 +326,7 @@ _PASSES = (
         when=_in_tiles_of_classes,
         about="cross entropies are written with sums over their classes",
         needs=("annotate", "mean_losses", "row_slices"),
+        changes_numerics=True,
     ),
     Pass(
         "tiles",
@@ -328,6 +334,7 @@ _PASSES = (
         level=PassLevel.TILED,
         about="regions of operations become loops over tiles of rows",
         needs=("annotate", "mean_losses", "row_slices", "online_softmax"),
+        changes_numerics=True,
     ),
     Pass(
         "segments",
@@ -415,6 +422,7 @@ _PASSES = (
         when=_sums,
         about="gradients are added to those of earlier microbatches where they are computed",
         needs=("stages", "rounds"),
+        changes_numerics=True,
     ),
     Pass(
         "unread",
@@ -510,8 +518,9 @@ def _without_unread(joint: JointGraph) -> JointGraph:
 
 def passes_table() -> str:
     """The list as a Markdown table."""
-    rows = ["| | pass | works on | when | what it does |", "|---|---|---|---|---|"]
+    rows = ["| | pass | works on | when | results | what it does |", "|---|---|---|---|---|---|"]
     for number, item in enumerate(_PASSES, 1):
         condition = (item.when.__doc__ or "").splitlines()[0]
-        rows.append(f"| {number} | `{item.name}` | {item.level} | {condition} | {item.about} |")
+        results = "rounded differently" if item.changes_numerics else "same bits"
+        rows.append(f"| {number} | `{item.name}` | {item.level} | {condition} | {results} | {item.about} |")
     return "\n".join(rows) + "\n"

@@ -93,7 +93,12 @@ def _without_disabled(passes: Sequence[Pass]) -> list[Pass]:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
             hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
-            raise InvalidPassesError(f"ROUNDPIPE_FX_DISABLE: no pass is named {name!r}.{hint}")
+            default = ", ".join(item.name for item in passes if not item.changes_numerics)
+            rounding = ", ".join(item.name for item in passes if item.changes_numerics)
+            raise InvalidPassesError(
+                f"ROUNDPIPE_FX_DISABLE: no pass is named {name!r}.{hint} Default passes, which keep the bits of results: "
+                f"{default}. Passes that change numerics: {rounding}."
+            )
     return [item for item in passes if item.name not in disabled_passes()]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from torch import fx, nn
 
 import roundpipe_fx
 from roundpipe_fx import JointGraph, Pass, PassContext, PassLevel
-from tests.comparison import assert_bitwise, compiled_step
+from tests.comparison import aot_eager_step, assert_bitwise, compiled_step
 
 Edit = Callable[[list[Pass]], Sequence[Pass]]
 
@@ -169,6 +171,80 @@ def test_passes_that_cannot_be_left_out(names: str, message: str, monkeypatch: p
     monkeypatch.setenv("ROUNDPIPE_FX_DISABLE", names)
     with pytest.raises(ValueError, match=message):
         roundpipe_fx.compile(Two())(**BATCH)
+
+
+ROUNDING = {"mean_losses", "row_slices", "online_softmax", "tiles", "tied_gradients", "accumulate_gradients"}
+
+
+def test_an_unknown_name_is_answered_with_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDPIPE_FX_DISABLE", "nothing_like_it")
+    with pytest.raises(ValueError, match="no pass is named") as raised:
+        roundpipe_fx.compile(Two())(**BATCH)
+    listed = re.search(r"keep the bits of results: (.*)\. Passes that change numerics: (.*)\.", str(raised.value))
+    assert listed is not None
+    default, rounding = (set(names.split(", ")) for names in listed.groups())
+    assert rounding == ROUNDING == {item.name for item in roundpipe_fx.default_passes() if item.changes_numerics}
+    assert default | rounding == {item.name for item in roundpipe_fx.default_passes()}
+
+
+class Tied(nn.Module):
+    """An embedding that is also the head, so a microbatch adds two gradients to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        logits = x @ self.embed.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def test_without_passes_that_change_numerics_microbatches_have_the_bits_of_added_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batch = Tied(), {"ids": torch.randint(50, (6, 20)), "labels": torch.randint(50, (6, 20))}
+    reference = torch.compile(copy.deepcopy(model), backend="aot_eager")
+    for rows in range(0, 6, 2):
+        reference(**{name: value[rows : rows + 2] for name, value in batch.items()}).backward()
+    expected = [parameter.grad for parameter in reference.parameters()]
+
+    def has_the_bits() -> bool:
+        model.zero_grad()
+        options = {"devices": ["cpu", "cpu"], "num_microbatches": 3, "loss_reduction": "sum"}
+        roundpipe_fx.compile(model, **options).forward_backward(**batch)
+        return all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
+
+    assert not has_the_bits()
+    monkeypatch.setenv("ROUNDPIPE_FX_DISABLE", ",".join(ROUNDING))
+    assert has_the_bits()
+
+
+class Head(nn.Module):
+    """Logits that are much wider than the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 512)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(torch.tanh(self.body(x))), labels)
+
+
+def test_without_passes_that_change_numerics_nothing_is_tiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = Head(), {"x": torch.randn(256, 8), "labels": torch.randint(512, (256,))}
+    budget = 2**19
+    usual, compiled = compiled_step(model, batch, memory_budget=budget)
+    assert compiled.plan.tiles and usual.loss.isfinite()
+    monkeypatch.setenv("ROUNDPIPE_FX_DISABLE", ",".join(ROUNDING))
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as raised:
+        compiled_step(model, batch, memory_budget=budget)
+    step, untiled = compiled_step(model, batch, memory_budget=raised.value.minimum)
+    assert not untiled.plan.tiles
+    assert_bitwise(step, aot_eager_step(model, batch))
 
 
 def test_a_pass_that_returns_nothing_is_named() -> None:

@@ -45,6 +45,11 @@ def test_the_documentation_has_the_list() -> None:
         assert table == passes_table(), "make golden regenerates it"
 
 
+def test_the_documentation_names_the_passes_that_round_differently() -> None:
+    names = [item.name for item in default_passes() if item.changes_numerics]
+    assert f"\n    ROUNDPIPE_FX_DISABLE={','.join(names)}\n" in PAGE.read_text()
+
+
 def _parts(page: str) -> tuple[str, str, str]:
     start = page.index("| | pass |")
     end = page.index("\n\n", start) + 1
