@@ -98,6 +98,8 @@ def known_to_all(ranks: Ranks, known: KnownStep | None, shown: str | None, size:
         size: how many ranks a pipeline has.
         parts: how many pipelines a replica has.
     """
+    # The record: known, digests of the three groups of texts, the generator's, bytes of the end record, and what steps
+    # have shown.
     row = [0] * 8
     if known is not None:
         texts = ["\0".join(each) for each in (known.alike, known.among, known.within)]
@@ -111,6 +113,8 @@ def known_to_all(ranks: Ranks, known: KnownStep | None, shown: str | None, size:
     row[7] = _number(shown) if shown is not None else 0
     rows = ranks.gather_record(torch.tensor(row)).tolist()
     same = all(record[0] for record in rows)
+    # Rows are ordered by (replica, part, number), so each group of ranks that must be alike is a run of consecutive
+    # rows.
     for column, of_one in ((1, ranks.size), (2, size * parts), (3, size)):
         same &= all(record[column] == rows[rank - rank % of_one][column] for rank, record in enumerate(rows))
     generators = [record[4] for record in rows]
@@ -140,6 +144,7 @@ def agree(ranks: Ranks, statement: Statement, size: int, parts: int = 1) -> list
     """
     digests = {name: _digest(text) for name, text in {**statement.texts, **statement.within, **statement.among}.items()}
     gathered = ranks.gather((digests, _digest(statement.generator), statement.failure, statement.unfitting))
+    # Every rank sees the same list, so all of them raise (or retry) without another exchange.
     failed = [(rank, *failure) for rank, (_, _, *failure) in enumerate(gathered) if failure[0] is not None]
     if failed and statement.failure is None:
         rank, failure, unfitting = failed[0]
@@ -147,6 +152,7 @@ def agree(ranks: Ranks, statement: Statement, size: int, parts: int = 1) -> list
             return unfitting
         raise RemoteError(f"rank {ranks.ranks[rank]} of {ranks.name} could not prepare the step: {failure}")
     if not failed:
+        # Three scopes: all ranks, the ranks of a replica, the ranks of one pipeline.
         _compare(ranks, statement.texts, [each for each, *_ in gathered], ranks.size)
         _compare(ranks, statement.among, [each for each, *_ in gathered], size * parts)
         _compare(ranks, statement.within, [each for each, *_ in gathered], size)
@@ -167,6 +173,7 @@ def together(ranks: Ranks, what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        # The failing rank takes part in the exchange too, or the others would wait for it.
         ranks.gather(f"{type(error).__name__}: {error}")
         raise
     for rank, failure in enumerate(ranks.gather(None)):
@@ -180,6 +187,8 @@ def _compare(ranks: Ranks, texts_here: dict[str, str], gathered: Sequence[dict[s
     All ranks have the same names.
     """
     for name in texts_here:
+        # Each rank is compared with the first one of its group. The pairs are equal on all ranks, so all of them gather
+        # the texts, or none.
         pairs = [(rank - rank % size, rank) for rank in range(ranks.size)]
         differing = [(one, two) for one, two in pairs if gathered[one].get(name) != gathered[two].get(name)]
         if differing:

@@ -106,6 +106,8 @@ def buckets_of(
             last[key] = position
             stage[key] = min(stage.get(key, of_rank.action.stage), of_rank.action.stage)
     buckets: list[GradientBucket] = []
+    # From the last stage, whose backward is over first. A bucket starts no earlier than the one in front of it, so all
+    # replicas have one order.
     for own_stage in sorted(set(stage.values()), reverse=True):
         keys = tuple(key for key in parameters if stage.get(key) == own_stage and key not in late)
         if keys:
@@ -126,6 +128,7 @@ def reductions_of(
     """
     reductions = []
     for bucket in buckets:
+        # Only gradients of one dtype, and of one kind (sharded or not), can travel as one tensor.
         kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
         for key in bucket.keys:
             kinds.setdefault((parameters[key].dtype, key in sharded), []).append(key)
@@ -179,6 +182,7 @@ class Averaging:
             if self.reductions[0].waits:
                 self.wait()
             self._start(self.reductions[0].keys, sums.release)
+            # Popped after the start: if this rank fails in between, `go_without_values` starts it with zeros.
             self.reductions.pop(0)  # now: one that could not be started is still to be, with zeros
 
     def go_without_values(self) -> None:
@@ -235,6 +239,8 @@ class Averaging:
         """
         if keys[0] in self.sharded:
             rows = [self.sharded[key].padded_gradient(self._share(key, *release(key))) for key in keys]
+            # A matrix of replicas × elements: row r is what replica r gets of each parameter, so one reduce-scatter
+            # serves all of them.
             if len(rows) > 1:
                 rows = [torch.cat([whole.view(self.replicas.size, -1) for whole in rows], 1).view(-1)]
             self._start_parts(rows.pop(), keys)
@@ -250,6 +256,7 @@ class Averaging:
     def _share(self, key: int, total: torch.Tensor, owned: bool) -> torch.Tensor:
         """This rank's share of a mean, in the layout of its parameter and in memory of its own."""
         like = self.parameters[key]
+        # A gradient that is shared, in another layout or a view gets memory of its own before it is divided in place.
         if not owned or total.stride() != like.stride() or total.untyped_storage().nbytes() != total.nbytes:
             total = self._like(key).copy_(total)
         before = self._unsynchronized_sum(key)
@@ -262,8 +269,10 @@ class Averaging:
         of_each = [self.parameters[key].detach() for key in keys]
         lengths = [aligned_bytes(value.numel() * value.itemsize) // value.itemsize for value in of_each]
         whole = torch.empty(sum(lengths), dtype=of_each[0].dtype, device=of_each[0].device)
+        # Slices of one buffer: parameters' gradients stay views of it after the reduction.
         for key, value, room in zip(keys, of_each, whole.split(lengths), strict=True):
             share = room[: value.numel()].as_strided(value.shape, torch.empty_like(value, device="meta").stride())
+            # The rest of a slice is padding for alignment; it is reduced as well, so it must not be garbage.
             room[value.numel() :].zero_()
             total, before = release(key)[0], self._unsynchronized_sum(key)
             if before is not None:

@@ -56,8 +56,10 @@ def load_files(ownership: Ownership, path: str | Path, fill: Fill | None, seed: 
     missing = []
     opened: dict[Path, Any] = {}
     for names, value in aliases(ownership):
+        # A tied tensor may be in the files under any of its names.
         name = next((known for known in names if known in files), None)
         if name is None:
+            # Buffers that are not persistent have no entry, and have their values already.
             if id(value) in ownership.unloaded or isinstance(value, torch.nn.Parameter):
                 missing.append(names[0])
             continue
@@ -129,6 +131,7 @@ def _copy(ownership: Ownership, name: str, value: torch.Tensor, loaded: torch.Te
         if parallel.shape != loaded.shape:
             raise KeyError(f"{name!r} has the shape {tuple(loaded.shape)}, and {tuple(parallel.shape)} in the model.")
         if not isinstance(loaded, DTensor):  # every rank has the whole
+            # Each rank cuts its own part out of the whole, without communication.
             mesh, placements = parallel.device_mesh, parallel.placements
             loaded = distribute_tensor(loaded.to(value.device), mesh, placements, src_data_rank=None)
         loaded = loaded.redistribute(parallel.device_mesh, parallel.placements).to_local()
@@ -136,6 +139,7 @@ def _copy(ownership: Ownership, name: str, value: torch.Tensor, loaded: torch.Te
         raise KeyError(f"{name!r} has the shape {tuple(loaded.shape)}, and {tuple(value.shape)} in the model.")
     sharded = ownership.shards.by_traced.get(id(value))
     if isinstance(loaded, DTensor):
+        # A checkpoint with the same distribution: rows are copied without gathering.
         if sharded is not None and sharded.holds_rows_of(loaded):
             with torch.no_grad():
                 sharded.local().copy_(loaded.to_local())
@@ -185,6 +189,7 @@ def save_files(ownership: Ownership, group: PipelineGroup, path: str | Path) -> 
             raise RuntimeError(f"{missing[0]!r} (of {len(missing)} tensors of this rank) has no values to be saved.")
     tensors = _tensors_to_write(ownership, group)
     all_names: list[list[str]] = everyone.gather(list(tensors))
+    # Files are numbered among the ranks that write something.
     writers = [rank for rank, names in enumerate(all_names) if names]
     files = {rank: _file_name(position, len(writers)) for position, rank in enumerate(writers)}
     mine = files.get(everyone.rank)
@@ -192,6 +197,7 @@ def save_files(ownership: Ownership, group: PipelineGroup, path: str | Path) -> 
         with together(everyone, "save the model"):
             if mine is not None:
                 folder.mkdir(parents=True, exist_ok=True)
+                # First to hidden names. A failure of any rank leaves the earlier save untouched.
                 _write(folder / f".{mine}", tensors)
     except BaseException:
         if mine is not None:
@@ -200,6 +206,7 @@ def save_files(ownership: Ownership, group: PipelineGroup, path: str | Path) -> 
     size = sum(everyone.gather(sum(value.nbytes for value in tensors.values())))
     with together(everyone, "save the model"):
         if mine is not None:
+            # All files are complete: from here on a failure can only be one of the file system.
             (folder / f".{mine}").replace(folder / mine)
     with together(everyone, "save the model"):
         if everyone.rank == 0:
@@ -215,6 +222,7 @@ def _tensors_to_write(ownership: Ownership, group: PipelineGroup) -> dict[str, t
     tensors = {}
     for names, value in aliases(ownership):
         name = next((known for known in names if known in saved), None)
+        # Of tied tensors with several owners the first rank writes.
         if name is None or min(ownership.owners[id(value)]) != group.rank:
             continue
         sharded = ownership.shards.by_traced.get(id(value))
@@ -259,6 +267,7 @@ def _finish(folder: Path, index: Mapping[str, str], size: int) -> None:
         (folder / f".{INDEX_FILE}").replace(folder / INDEX_FILE)
     else:
         (folder / INDEX_FILE).unlink(missing_ok=True)
+    # Files of an earlier save with more parts would otherwise be read as well.
     for file in folder.glob("model*.safetensors"):
         if file.name not in used and (file.name == SINGLE_FILE or _OF_SEVERAL.fullmatch(file.name)):
             file.unlink()

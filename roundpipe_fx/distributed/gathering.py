@@ -65,6 +65,7 @@ def refuse_escapes(
     Raises:
         ValueError: there is one; the message names it.
     """
+    # Only sharded parameters matter: a single number is never freed.
     parameters = {key for of_batch in primals for key in map(id, of_batch) if key in names}
     whole = {
         id(value)
@@ -83,6 +84,7 @@ def refuse_escapes(
             )
 
     for batch, program in enumerate(programs):
+        # Outputs and gradients that are handed to the caller, then messages to other ranks.
         of_outside = [*program.outputs, *(gradient.source for gradient in program.gradients)]
         for source in of_outside:
             if source is not None and source.kind in ("primal", "value"):
@@ -128,6 +130,7 @@ class Gathering:
         step = self._steps.get(position)
         if step is None:
             return
+        # The first window's parameters are waited for. Those of the next window travel while this one computes.
         self._start(step.first)
         self._wait()
         self._start(step.ahead)
@@ -136,6 +139,8 @@ class Gathering:
         small: dict[torch.dtype, list[ShardedParameter]] = {}
         for value in values:
             sharded = self._shards.by_traced[id(value)]
+            # Large parameters are gathered in place, into their own memory; small ones as one message, and are copied
+            # out.
             if sharded.bytes < SMALL_BYTES:
                 small.setdefault(value.dtype, []).append(sharded)
             else:
@@ -151,6 +156,7 @@ class Gathering:
         while self._started:
             work, whole, parts = self._started.pop(0)
             work.wait()
+            # `whole` has one run of all parts for each replica; a parameter is made of its slice of each run.
             by_replica = whole.view(self._replicas.size, -1)
             start = 0
             for part in parts:

@@ -39,6 +39,7 @@ class Replicas(Ranks):
 
     def __init__(self, ranks: list[int], timeout: timedelta, backend: str) -> None:
         super().__init__(ranks, timeout, "replicas")
+        # Tensors on the CPU travel over gloo in any case.
         self._tensors = self._host if backend == "gloo" else self._another(backend)
         self._gathers: OwnGroup | None = None
         self._backend = backend
@@ -93,6 +94,7 @@ class PipelineGroup(Ranks):
         any_group = mesh.get_group(PIPELINE if PIPELINE in names else DATA)
         timeout, backend = group_timeout(any_group, mesh.device_type), _backend_of(any_group, mesh.device_type)
         ranks = _ranks_of(mesh)
+        # This process's coordinates in the mesh: replica, part of the layers, number in the pipeline.
         replica, part, _ = coordinates = next(
             (replica, part, number)
             for replica, of_replica in enumerate(ranks)
@@ -157,6 +159,7 @@ class PipelineGroup(Ranks):
     def _group(self, source: int, target: int, value: torch.Tensor) -> dist.ProcessGroup:
         if value.device.type == "cpu":
             return self._host()
+        # Towards higher ranks on one communicator, towards lower ones on the other.
         return self._up() if source < target else self._down()
 
 

@@ -68,8 +68,10 @@ class ValueLayout:
 def numbers_of(values: Sequence[Any], layouts: Sequence[ValueLayout]) -> list[int]:
     """The integers that travel before some values."""
     numbers: list[int] = []
+    # Layouts are known on both sides, so no tags are sent: the reader knows how many integers each value has.
     for value, layout in zip(values, layouts, strict=True):
         if layout.kind == "float":
+            # The bits of a double as an integer: all of them travel exactly.
             numbers += struct.unpack("<q", struct.pack("<d", float(value)))
         elif layout.kind != "tensor":
             numbers.append(int(value))
@@ -102,6 +104,7 @@ def dense(value: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> t
     It is a view if the tensor is dense with those strides, else a copy. What is repeated (stride 0) occurs once.
     """
     narrow = _narrow(shape, stride)
+    # Not dense in these strides: the elements are copied in the order that memory will have.
     if tuple(value.stride()) != tuple(stride) or not _is_dense(narrow, stride):
         order = sorted(range(len(narrow)), key=lambda dim: -stride[dim])
         once = value[tuple(slice(0, size) for size in narrow)]
@@ -140,6 +143,7 @@ def _count(shape: Sequence[int]) -> int:
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Return whether elements lie in memory without gaps, each once."""
     expected = 1
+    # From the smallest stride: each one has to be the product of the sizes inside it.
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size == 0:
             return True

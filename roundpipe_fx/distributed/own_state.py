@@ -36,6 +36,8 @@ def process_pipeline(
     Args:
         **others: more that is to be the same on all ranks.
     """
+    # Addresses and device numbers differ between ranks and mean nothing: they are taken out of the texts that are
+    # compared.
     text = _ADDRESS.sub("", ", ".join(map(str, (options, pipelining, *others.items()))))
     shard_mesh = None
     if pipelining.sharded:
@@ -143,6 +145,7 @@ def clip_gradients(processes: ProcessPipeline, max_norm: float, norm_type: float
             "gradients of steps inside no_sync() are not averaged yet, and with shard='dp' their norm is not known: "
             "run a step outside of it before clip_grad_norm_."
         )
+    # Norms of parts that no other rank counts; a parameter in parts has one norm per part, combined below.
     counted = {
         name: torch.linalg.vector_norm(_local(value.grad), norm_type).cpu()
         for name, value in owned

@@ -47,6 +47,7 @@ def readers_of(
     where: dict[tuple[StageAction, int], int] = {}
     for rank, of_rank in enumerate(instructions):
         for instruction in of_rank:
+            # Who runs which stage action, and which inputs its stages read.
             batch = instruction.action.microbatch
             where[instruction.action.step, batch] = rank
             for source in instruction.code.inputs:
@@ -54,10 +55,13 @@ def readers_of(
                     ranks_reading.setdefault(id(primals[batch][source.index]), set()).add(rank)
     for batch, program in enumerate(programs):
         makers = {number: step for step, code in program.steps.items() for number in code.outputs}
+        # The rank that computes a buffer's new value owns the buffer, read or not.
         for output, primal in program.mutations.items():
             made = program.outputs[output]
             if made is not None and made.kind == "value" and (makers[made.index], batch) in where:
                 ranks_reading.setdefault(id(primals[batch][primal]), set()).add(where[makers[made.index], batch])
+        # The gradient of a parameter may be an input itself (of a reshaped view, say): then both are needed in one
+        # place.
         for gradient in program.gradients:
             if gradient.source is not None and gradient.source.kind == "primal":
                 owners = ranks_reading.get(id(primals[batch][gradient.primal]), ())
@@ -135,6 +139,7 @@ class Ownership:
     def _replace_meta(self, device: torch.device) -> None:
         made: dict[int, torch.Tensor] = {}
         for module in self.model.modules():
+            # `made` keeps tied parameters tied: one replacement for each object.
             for registered in (module._parameters, module._buffers):
                 for name, value in registered.items():
                     if value is None or value.device.type != "meta":
@@ -148,6 +153,7 @@ class Ownership:
         made: torch.Tensor = empty
         if isinstance(value, nn.Parameter):
             made = nn.Parameter(empty, value.requires_grad)
+            # Attributes that users or libraries have set on the parameter.
             made.__dict__.update(value.__dict__)
         self.unloaded.add(id(made))
         self._free(made)
@@ -155,6 +161,7 @@ class Ownership:
 
     def _free(self, value: torch.Tensor) -> None:
         if not value.dim():
+            # Numbers are read by guards when Dynamo traces, so they keep their (zero) value.
             value.data.zero_()
             return
         storage = value.untyped_storage()
@@ -197,6 +204,7 @@ class Ownership:
         """
         tensors = {id(value): (name, value) for name, value in self.named()}
         if self.owners is not None:
+            # Owners are fixed by the first plan: tensors were freed on other ranks.
             for key, ranks in readers.items():
                 if key in tensors and not ranks <= self.owners.get(key, frozenset((0,))):
                     raise RanksDifferError(
@@ -206,6 +214,7 @@ class Ownership:
                     )
             return
         self.owners = {key: readers.get(key) or frozenset((0,)) for key in tensors}
+        # Memory that an owned tensor shares must not be freed with one that is not owned.
         kept = {v.untyped_storage()._cdata for _, v in tensors.values() if self.owns(v)}
         for key, (_, value) in tensors.items():
             if not self.owns(value) and key not in self._sizes:
@@ -285,6 +294,7 @@ def gradients_elsewhere(
     for batch, program in enumerate(programs):
         makers = {number: step for step, code in program.steps.items() for number in code.outputs}
         for gradient in program.gradients:
+            # Gradients that are inputs need no sum: every rank has them.
             if gradient.source is None or gradient.source.kind != "value":
                 continue
             rank = where.get((makers[gradient.source.index], batch))

@@ -165,6 +165,7 @@ class ProcessPipeline(Local):
             captured = capture()
             return captured, scheduled_of(captured, None)
 
+        # Fast path: a batch like an earlier one. One exchange of a few numbers replaces three of texts.
         if not first:
             prepared = self._known(among["batch"], prepare, runs)
             known = None
@@ -178,14 +179,17 @@ class ProcessPipeline(Local):
                     end_bytes=end_bytes_of(prepared.captured, self.generator_device(prepared.captured)),
                 )
             by_all = known_to_all(ranks, known, self.shown() if runs else "", size, parts)
+            # Something new was seen on some rank: all replan first, together.
             if not by_all.shown:
                 raise NewlyShown
             if by_all.same:
                 assert prepared is not None
                 return ready(prepared.captured, generators=by_all.generators, end_bytes=by_all.end_bytes)
+        # Stages are given to ranks by the first batch, so replicas must agree on its shapes.
         if first and self.group.replicas is not None:
             texts[FIRST_BATCH] = shapes_text(batch)
         agree(ranks, Statement(texts=texts, among=among), size, parts)
+        # From here on a failure of one rank must reach all of them, since the others wait in the same exchange.
         try:
             prepared = self._prepared(prepare, runs)
         except BaseException as error:
@@ -204,6 +208,7 @@ class ProcessPipeline(Local):
         of_each = ranks.gather(end_bytes_of(prepared.captured, self.generator_device(prepared.captured)))
         end_bytes = EndBytes(max(each.state for each in of_each), max(each.outputs for each in of_each))
         captured = ready(prepared.captured, generators=generators, end_bytes=end_bytes)
+        # Replicas begin with equal values, and sharded parameters are cut once they do.
         if first:
             self._agreed = True
             self.replication.share_tensors(value for _, value in self.ownership.named())
@@ -221,6 +226,7 @@ class ProcessPipeline(Local):
         if not self._tries.get(batch):
             return None
         try:
+            # A cache miss here would trace on this rank alone. The stance turns it into an exception.
             with torch.compiler.set_stance("fail_on_recompile"):
                 return self._prepared(prepare, runs)
         except Exception:  # what it is, all ranks are told when it is raised again, after they have agreed to trace
@@ -231,6 +237,7 @@ class ProcessPipeline(Local):
         """Capture and plan on this rank."""
         captured, scheduled = prepare()
         readers = readers_of(scheduled.instructions, captured.programs, captured.primals)
+        # With dispatching schedules any rank may run any stage, so every rank needs all parameters.
         if captured.graphs[0].pipeline.structure.schedule.dispatches:  # whatever a later batch is dispatched like
             readers = dict.fromkeys(readers, frozenset(range(self.group.size)))
         self.ownership.refuse_shared_updates(
@@ -278,6 +285,7 @@ class ProcessPipeline(Local):
         draws = any(program.draws for program in captured.programs)
         parts = self.group.parts  # of a replica, each a pipeline; all of them draw alike
         first = 0 if alone else self.group.replica * parts
+        # Ranks of one pipeline that began with different states draw from the first one's.
         if draws and len({state for of_part in generators[first : first + parts] for state in of_part}) > 1:
             device = self.generator_device(captured)
             random_streams.set_state(device, self.group.sharers.share(random_streams.state_of(device), 0))
@@ -314,6 +322,7 @@ class ProcessPipeline(Local):
             for device, of_device in enumerate(instructions)
             for instruction in of_device
         }
+        # Outputs are computed on some rank and returned on all of them.
         shared_outputs = [*shared_outputs_of(captured, where, self.ownership.owners or {})]
         end = run_end_of(captured, where, shared_outputs, self.group, self.replication.alike, streams[0])
         transport = ProcessTransport(
@@ -350,6 +359,7 @@ class ProcessPipeline(Local):
         if replicas is not None:
             shards.distribute(finished.gradients, captured.averaged, replicas.start_gather)
         self.ownership.distribute(finished.gradients)
+        # Outputs that are too large for the end record are broadcast one by one, in the same order on all ranks.
         for output in shared_outputs:
             if output not in end.outputs:
                 of_batch = finished.outputs[output.microbatch]

@@ -71,6 +71,7 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _end() -> None:
+    # At exit, while the interpreter still runs: the destructor of a group waits for its threads.
     while _MADE and dist.is_initialized():
         dist.destroy_process_group(_MADE.pop())
 
@@ -91,6 +92,7 @@ class Ranks:
     def __init__(self, ranks: Sequence[int], timeout: timedelta, name: str) -> None:
         self.size, self.rank, self.name = len(ranks), list(ranks).index(dist.get_rank()), name
         self.ranks, self._timeout = list(ranks), timeout
+        # Process groups sort their ranks; callers use the order of the mesh.
         self._positions = [sorted(ranks).index(rank) for rank in ranks]
         self._host = self._another("gloo")
         self._unique = self.share(uuid.uuid4().hex, 0)
@@ -138,6 +140,7 @@ class Ranks:
 
     def report(self, run: int, text: str) -> None:
         """Tell the other ranks that a run has failed. The first report counts."""
+        # compare_set with an empty expectation: the first report is kept, later ones are ignored.
         self._store.compare_set(self._key(run), "", text)
 
     def reported(self, run: int) -> str | None:

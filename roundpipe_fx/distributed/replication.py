@@ -66,9 +66,11 @@ class Replication:
         replicas, ownership = self._group.replicas, self._ownership
         if replicas is None:
             return
+        # Unloaded tensors have no values, sharded ones are distributed by their own rows.
         apart = ownership.unloaded | ownership.shards.by_traced.keys()
         once = {id(value): value for value in tensors if ownership.owns(value) and id(value) not in apart}
         values = [value.detach() for value in once.values() if value.numel()]
+        # As bytes, so tensors of all dtypes travel as one message.
         flat = [dense(value, value.shape, value.stride()).view(torch.uint8) for value in values]
         small: dict[torch.device, list[torch.Tensor]] = {}
         for part in flat:
@@ -94,6 +96,8 @@ class Replication:
         """
         of_each: list[object] = [None] if generators is None else list(generators)
         number = 0 if generators is None else self._group.replica
+        # Pipelines whose generators began equally draw as one pipeline with more microbatches: stream numbers continue
+        # from replica to replica.
         first = [of_each.index(state) for state in of_each]
         self.first_stream = first[:number].count(first[number]) * microbatches
         parts = self._group.parts

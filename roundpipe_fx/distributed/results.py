@@ -69,6 +69,7 @@ def sum_gradients(
             gradient, with its layout; the ranks that get the sum.
         averaging: over replicas of the pipeline; ``None``: there are none, or not in this step.
     """
+    # All ranks walk the same list in the same order, so sends and receives match without tags.
     for key, computed, owners in shared:
         root = min(computed)
         gradient = gradients.pop(key, None)
@@ -76,6 +77,7 @@ def sum_gradients(
             assert gradient is not None
             total = gradient
             del gradient  # so that no more than two others are there beside it, however many ranks add to it
+            # In the order of the ranks: the bits of the sum do not depend on who is faster.
             for rank in sorted(computed.keys() - {root}):
                 total = total + _receive(group, computed[rank], rank)
             if averaging is not None and key in averaging.over_ranks:
@@ -101,6 +103,7 @@ def _layout_of_sum(key: int, computed: ValueLayout, averaging: Averaging | None)
 
 def _send(group: PipelineGroup, value: torch.Tensor, layout: ValueLayout, target: int) -> None:
     shape, stride = layout.shape or tuple(value.shape), layout.stride or tuple(value.stride())
+    # Sizes first, where the receiver cannot know them.
     if layout.shape is None:
         group.start_send(torch.tensor([*shape, *stride]), target, _RESULTS).wait()
     body = dense(value, shape, stride)
@@ -157,6 +160,7 @@ def replace_updates(captured: CapturedCalls, where: Where, outputs: Sequence[lis
         for position, primal in program.mutations.items():
             source = program.outputs[position]
             if source is not None and source.kind == "value":
+                # Outside of the owner, a buffer's new value is an expanded zero: it has the shape, and no memory.
                 root = where.get((makers[source.index], batch))
                 if root is not None and root != rank:
                     like = captured.primals[batch][primal]

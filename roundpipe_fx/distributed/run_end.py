@@ -112,6 +112,7 @@ class RunEnd:
             whether any rank has failed.
         """
         state, small = (self.sizes.state and 1 + self.sizes.state), self.sizes.outputs
+        # A maximum of bytes: every rank writes only its own fields, all others are zero, so the maximum is the union.
         record = torch.zeros(1 + self.generators * state + self.pipelines * small, dtype=torch.uint8)
         of_state = record[1 + self.generator * state :][:state]
         start = 1 + self.generators * state + self.pipeline * small
@@ -120,6 +121,7 @@ class RunEnd:
             size = _small_bytes(output.layout) or 0
             parts.append(record[start : start + size])
             start += size
+        # The first byte: whether any rank has failed. If so, nothing else of the record is read.
         record[0] = failed
         if not failed:
             if self.stream is not None and self.drew_last:

@@ -98,6 +98,7 @@ class ShardedParameter:
             rows: of another tensor of this shape; ``None``: of the parameter.
         """
         rows = self.local() if rows is None else rows
+        # Memory for padding exists behind the rows unless the user has replaced them: then a view suffices.
         room = rows.untyped_storage().nbytes() // rows.element_size() - rows.storage_offset()
         if rows.is_contiguous() and room >= self.count:
             return rows.as_strided((self.count,), (1,), rows.storage_offset())
@@ -191,6 +192,7 @@ class ShardedParameters:
     def _sharded(self, value: nn.Parameter, with_values: bool) -> ShardedParameter:
         assert self.mesh is not None
         parts, part = self.mesh.size(), self.mesh.get_local_rank()
+        # Rows per part, rounded up: the last parts may be shorter, or empty.
         chunk = -(-value.shape[0] // parts)
         rows = max(min(value.shape[0] - part * chunk, chunk), 0)
         padded = torch.zeros((chunk, *value.shape[1:]), dtype=value.dtype, device=value.device)
@@ -218,11 +220,13 @@ class ShardedParameters:
             value = gradients.get(key)
             if value is None:
                 continue
+            # The mean's rows are the gradient of the DTensor.
             if averaged:
                 placement = Shard(0) if key in self.by_traced else Replicate()
                 gradients[key] = _distributed(value, receiver.device_mesh, receiver, placement)  # type: ignore[attr-defined]
                 continue
             gradients[key] = self._to_average(value)
+            # Gradients of earlier, averaged steps are rows; to add whole ones they are gathered first.
             if receiver.grad is not None and not is_to_average(receiver.grad):  # the mean of earlier steps
                 assert isinstance(receiver.grad, DTensor)
                 mean, sharded = receiver.grad.to_local(), self.by_traced.get(key)
@@ -245,6 +249,7 @@ class ShardedParameters:
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
         """Context manager in which the model has the traced parameters, without values."""
+        # The user may freeze a parameter between steps, on the DTensor that the model shows.
         for receiver in self.receivers.values():
             traced = self._traced[id(receiver)]
             if traced.requires_grad != receiver.requires_grad:  # the user has frozen it

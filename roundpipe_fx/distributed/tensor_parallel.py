@@ -33,6 +33,7 @@ def redistribute_gradients(module: fx.GraphModule) -> None:
     for node in module.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
         if isinstance(value, DTensor) and value.requires_grad:
+            # An identity whose backward redistributes: inserted behind each distributed parameter.
             with module.graph.inserting_after(node):
                 placed = module.graph.call_function(_with_placed_gradient, (node,))
             placed.meta.update(node.meta)

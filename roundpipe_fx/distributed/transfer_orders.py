@@ -85,10 +85,12 @@ def transfers_of(
         for rank, of_rank in enumerate(instructions)
         for instruction in of_rank
     }
+    # What each rank sends behind each instruction, by receiver.
     sends = [
         [_parcels(rank, instruction, programs[instruction.action.microbatch], where) for instruction in of_rank]
         for rank, of_rank in enumerate(instructions)
     ]
+    # Each parcel with the position of the instruction that sends it.
     made = {
         (rank, parcel.target, parcel.step, parcel.microbatch): (position, parcel)
         for rank, of_rank in enumerate(sends)
@@ -108,6 +110,8 @@ def transfers_of(
         for rank, of_rank in enumerate(instructions)
     ]
     over = _over_before(reads)
+    # The receive is started before instruction `over[sender][position][target]` of the target: the first one that is
+    # not certainly over when the sender gets there.
     starts: list[list[list[Parcel]]] = [[[] for _ in of_rank] for of_rank in instructions]
     for rank, of_rank in enumerate(sends):
         for position, parcels in enumerate(of_rank):
@@ -130,6 +134,7 @@ def _parcels(
     """Messages that are sent after an instruction, by receiver."""
     step, batch = instruction.action.step, instruction.action.microbatch
     drawing = [drawn for drawn in program.draws if (drawn, batch) in where]
+    # If the next action that draws runs on the receiver, the generator's state travels with the values.
     after = drawing[drawing.index(step) + 1 :] if step in drawing else []
     parcels = {}
     for peer, positions in instruction.sends:
@@ -154,6 +159,8 @@ def _over_before(reads: Sequence[Sequence[Sequence[tuple[int, Parcel]]]]) -> lis
     ranks = len(reads)
     clocks: list[list[list[int]]] = [[] for _ in reads]
     going_on = True
+    # Repeated passes over the ranks: each advances as far as its sources' clocks are known. No progress in a pass is a
+    # deadlock.
     while going_on:
         going_on = False
         for rank, of_rank in enumerate(reads):
@@ -163,6 +170,7 @@ def _over_before(reads: Sequence[Sequence[Sequence[tuple[int, Parcel]]]]) -> lis
                 if any(at >= len(clocks[parcel.source]) for at, parcel in sources):
                     break
                 clock = list(clocks[rank][-1]) if position else [0] * ranks
+                # The clock of a source, plus the source itself: an instruction at position p means that p + 1 are over.
                 for at, parcel in sources:
                     clocks_there = list(clocks[parcel.source][at])
                     clocks_there[parcel.source] = at + 1
@@ -234,10 +242,12 @@ def check_transfers(
                 raise InvalidScheduleError(
                     f"rank {rank}: {action} reads {source[0]}{source[1]}.{action.microbatch} of rank {peer} before the "
                     "receive is started."
+                    # The receive may be started while the send is not: then this rank waits, and another one may go on.
                 )
             if position >= sent[peer, rank]:
                 return False
         at_end = late[rank] if late else ()
+        # Before an action a rank waits for its earlier sends, and these for the receives of their readers.
         awaited = (pair for pair in streams if pair[0] == rank and pair[1] not in at_end)
         return all(started[pair] >= sent[pair] for pair in awaited)
 

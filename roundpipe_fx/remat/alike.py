@@ -23,6 +23,8 @@ def shape_of_backward(
     Returns:
         a key that is equal, and hashes equally, for backwards that are alike; and the storages by their number in it.
     """
+    # Storages are numbered in the order in which they are met, so two segments whose operations read and make storages
+    # in the same pattern get the same numbers: reads (417, 412) and (902, 897) are both (0, 1).
     numbers: dict[int, int] = {}
     pending: list[int] = []
 
@@ -50,6 +52,7 @@ def shape_of_backward(
 
     shape: list[Any] = []
     for operation in graph.backward[segment]:
+        # An operation that only draws a dropout's mask needs the shape of this operand, not its elements.
         mask_only = [storage for storage in operation.reads if (storage, operation.index) in graph.rng_shape_sources]
         reads, makes, inplace_candidates = (
             numbered(operation.reads),
@@ -59,6 +62,7 @@ def shape_of_backward(
         shape.append((reads, makes, inplace_candidates, numbered(mask_only), operation.workspace))
     for storage in pending:  # grows while their sources are numbered
         always_live = storage in graph.always_live
+        # Only the segment's own storages can be recomputed here. Of others the bytes count, and when they live.
         is_local = graph.is_forward(storage) and graph.segment_of[storage] == segment and not always_live
         made = (recipe(graph.recipes.get(storage)), recipe(graph.mask_only.get(storage))) if is_local else None
         shape.append((graph.sizes[storage], always_live, storage in entering, storage in lasting, made))

@@ -25,6 +25,7 @@ class BlockPeak:
     def __init__(
         self, graph: OperationGraph, steps: Sequence[PlannedOp], before: Collection[int], lasting: Collection[int]
     ) -> None:
+        # Storages of other segments are the same in every sequence of the block, so they cancel.
         counted = set(before).union(*(step.makes for step in steps))
         self._sizes = graph.sizes
         self._before = frozenset(before)
@@ -41,6 +42,8 @@ class BlockPeak:
         """The peak in bytes; some number above ``most`` if it is above that."""
         sizes, makes = self._sizes, self._makes
         alive = set(self._lasting)
+        # Two passes. The first one, from the end, finds where each copy dies; the second one, from the beginning, adds
+        # up.
         dying: list[list[int]] = []
         # Backwards, the first reader that is met is the last one to run: there a copy dies. Made, it is another copy.
         for step in reversed(sequence):
@@ -62,6 +65,7 @@ class BlockPeak:
             live += self._made_bytes[step]
             made.update(makes[step])
             during = live + self._workspaces[step]
+            # The result is written over the first operand that dies here: both are not alive at one time.
             for storage in self._candidates[step]:
                 if storage in dies and storage in made:
                     during -= sizes[storage]

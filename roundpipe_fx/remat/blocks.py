@@ -63,9 +63,13 @@ class Blocks:
     def variants(self, segment: int, available: AbstractSet[int], most: int = MAX_REMAT_LEVEL) -> list[Block]:
         """A segment's backward at each rematerialization level, up to ``most``."""
         reach, entering = self._reach(segment)
+        # What has to be recomputed of earlier segments is not in the key of segments that are alike, so this block is
+        # arranged by itself.
         if not entering <= available:  # it reaches back into earlier segments
             return self._with_low_peaks(segment, just_in_time(self.graph, segment, available), most, None)
         kind, numbers = self._kind(segment)
+        # The key: which of the storages that may be recomputed are there already. All else is equal for segments that
+        # are alike.
         there = frozenset([numbers[storage] for storage in reach & available if storage in numbers])
         known = (segment, most, there)
         if known not in self._blocks:
@@ -105,6 +109,8 @@ class Blocks:
         pending = [storage for operation in graph.backward[segment] for storage in operation.reads]
         while pending:
             storage = pending.pop()
+            # A storage of an earlier segment is where the search ends: either it is kept, or the block reaches back
+            # into that segment.
             if storage in reached or not graph.is_forward(storage):
                 continue
             if graph.segment_of[storage] < segment and storage not in graph.always_live:
@@ -118,6 +124,7 @@ class Blocks:
         """Blocks of these steps; ``like``: equal where the steps are alike, ``None`` if that is not known."""
         graph = self.graph
         read = {storage for step in steps for storage in step.reads}
+        # The structure leaves out the numbers of storages, so the twelve layers of a model are arranged once.
         entering = self.entering[segment] & read
         known = self._sequences.get((like, most)) if like is not None else None
         if known is None:
@@ -130,6 +137,7 @@ class Blocks:
             known = self._sequences[key]
             if like is not None:
                 self._sequences[like, most] = known
+        # Storages that enter the block are counted by the chain as resident; here they would count twice.
         credit = sum(graph.sizes[storage] for storage in entering)
         blocks = []
         for sequence, peak in known:
@@ -143,6 +151,7 @@ def planned_schedule(blocks: Blocks, choice: RematChoice) -> PlannedSchedule:
     graph = blocks.graph
     available = choice.kept | graph.always_live
     backward = []
+    # Backward order: the last segment's backward runs first, and what it holds is there for all earlier ones.
     for segment in range(graph.segments - 1, -1, -1):
         steps: list[PlannedOp] = []
         wanted = choice.held.get(segment)
@@ -162,6 +171,8 @@ def _without_unread(
     read: set[int] = set()
     read_blocks = []
     for segment, steps in reversed(backward):
+        # From the end: a recomputation is wanted only if a step behind it reads its result. Steps of the graph itself
+        # always run.
         kept = []
         for step in reversed(steps):
             if step.recipe is not None and read.isdisjoint(step.makes):
@@ -179,8 +190,11 @@ def _live_across_backward(graph: OperationGraph) -> tuple[list[set[int]], list[s
     dies: dict[int, int] = {}
     for segment in range(graph.segments - 1, -1, -1):
         for operation in graph.backward[segment]:
+            # `born` counts backwards: a storage made in the backward of segment 5 lives from 5 down to the segment that
+            # reads it last.
             born.update(dict.fromkeys(operation.makes, segment))
             dies.update({s: segment for s in operation.reads if s in born})
+    # Gradients live to the end: they die at -1, behind the backward of segment 0.
     dies.update(dict.fromkeys((*graph.gradients, *graph.held), -1))
     entering: list[set[int]] = [set() for _ in range(graph.segments)]
     lasting: list[set[int]] = [set() for _ in range(graph.segments)]

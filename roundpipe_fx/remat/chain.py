@@ -79,11 +79,14 @@ class SegmentChain:
         """Bytes that following the decisions takes, for one microbatch."""
         most = 0
         following = iter(decisions)
+        # A decision is about stage `at` within a run of the forward that ends at stage `last` (None: the first
+        # forward), with `held` bytes below it.
         pending: list[tuple[int, int | None, int]] = [(0, None, 0)]
         while pending:
             at, last, held = pending.pop()
             # Decisions come as a program makes them, so this stack says where the next one is made.
             decision, stage = next(following), self.stages[at]
+            # In the first forward no gradients exist yet; in a run during the backward of stage `last` those so far do.
             resident = stage.resident_forward if last is None else self.stages[last].resident
             if decision.unsaved_option is not None:
                 most = max(most, held + stage.unsaved_options[decision.unsaved_option].backward + stage.resident)
@@ -91,11 +94,17 @@ class SegmentChain:
                 option = stage.options[decision.option]
                 most = max(most, held + option.forward + resident, held + option.backward + stage.resident)
                 if decision.until <= (len(self.stages) - 1 if last is None else last):
+                    # Going on: the next stage is decided with the option's bytes held. The backward of this stage comes
+                    # when all of those are over.
                     pending.append((decision.until, last, held + option.held))
             else:
+                # Running on: while stage k of the run executes, what crosses from the run into k is alive, and nothing
+                # else of it.
                 live_across = [0, *self.live_across[at, at + 1 :].tolist(), 0]
                 run = range(at, decision.until)
                 most = max(most, *(held + live_across[k - at] + self.stages[k].forward + resident for k in run))
+                # Back from the later stages: the run up to there is decided again, with its end as the stage whose
+                # backward follows. The stack pops the later part first.
                 pending.append((at, decision.until - 1, held))
                 if decision.until < len(self.stages):
                     pending.append((decision.until, last, held + live_across[decision.until - at]))

@@ -93,6 +93,8 @@ def search(blocks: Blocks, most: int = _LEVELS, kept: SimulatedSchedule | None =
     if blocks.graph.regions:
         kept = most_kept(blocks, save_options)
     kept = kept or everything_kept(blocks)
+    # Fine slots without nesting (time linear in the segments), then coarse slots with nesting for the low end, where
+    # only nested recomputation can go further.
     fine = _points(blocks.graph, save_options, solve_chain(chain, kept.peak.bytes, FINE_SLOTS, nested=False))
     candidates = [kept]
     candidates += [work_out(blocks, point.choice()) for point in progress(spread(fine, most), "judging plans")]
@@ -116,8 +118,10 @@ def refine(blocks: Blocks, result: SearchResult, limit: int) -> list[SimulatedSc
     Only candidates between their neighbours in both peak and seconds are taken. So as limits fall, each refined on its
     own, peaks never rise and seconds never fall. Below the lowest peak, the solutions for the least memory are tried,
     the same ones for every limit.
+    # A constant product of slots and segments, so solving time does not grow with the square of the chain's length.
     """
     candidates = list(result.candidates)
+    # Below every candidate: all that is left are the solutions with the least memory, judged by simulation.
     if limit < candidates[-1].peak.bytes:
         lower = [work_out(blocks, point.choice()) for point in result.points[-_LOWEST:]]
         return best_of([*candidates, *(item for item in lower if item.seconds >= candidates[-1].seconds)])
@@ -125,6 +129,7 @@ def refine(blocks: Blocks, result: SearchResult, limit: int) -> list[SimulatedSc
     if not at:
         return candidates
     over, within = candidates[at - 1], candidates[at]
+    # Bisection in seconds, between the neighbours of the limit. Invariant: over.peak > limit >= within.peak.
     between = result.points
     inserted = []
     for _ in range(_HALVINGS):
@@ -152,6 +157,7 @@ def work_out(blocks: Blocks, choice: RematChoice) -> SimulatedSchedule:
 
 
 def _heeding_regions(graph: OperationGraph, choice: RematChoice) -> RematChoice:
+    # Values that may not be saved (inside a user's checkpoint) are recomputed at the segment where their region begins.
     barred = choice.kept & graph.must_recompute
     if not barred:
         return choice
@@ -165,6 +171,7 @@ def _heeding_regions(graph: OperationGraph, choice: RematChoice) -> RematChoice:
 def best_of(candidates: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule]:
     """Schedules that no other dominates in peak and seconds, highest peak first."""
     best: list[SimulatedSchedule] = []
+    # By seconds, so a candidate is dominated exactly if an earlier one has no higher peak.
     for item in sorted(candidates, key=lambda item: (item.seconds, item.peak.bytes)):
         if not best or item.peak.bytes < best[-1].peak.bytes:
             best.append(item)
@@ -181,6 +188,7 @@ def _points(graph: OperationGraph, save_options: list[list[SaveOption]], solutio
 def levels(solution: Solution) -> list[int]:
     """The least memory of distinct solutions, in slots, least first."""
     reachable = np.flatnonzero(np.isfinite(solution.seconds))
+    # `prepend=inf`: the least memory is always a distinct solution.
     distinct = np.diff(solution.seconds[reachable], prepend=np.inf) < 0
     return [int(slots) for slots in reachable[distinct]]
 

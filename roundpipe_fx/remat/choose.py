@@ -64,6 +64,8 @@ def choose(
     lowest = candidates[-1]
     known = [(item.schedule.choice, item.peak.bytes, peak) for item, peak in emitted]
 
+    # Emitted programs need a little more than was simulated (rounding, alignment). Where this very plan was emitted
+    # before, its bytes are known; for others the margin stands in.
     def expected(candidate: SimulatedSchedule) -> int:
         same = (peak for choice, size, peak in known if (choice, size) == _key(candidate))
         return next(same, candidate.peak.bytes + margin)
@@ -78,9 +80,11 @@ def choose(
             fits=fits,
         )
 
+    # Highest peak first, so the first that fits recomputes least.
     for candidate in candidates:
         if expected(candidate) <= limit:
             return chosen(candidate, limit)
+    # A fraction of the reachable range can always be met: the lowest plan meets any.
     if isinstance(budget, float):
         return chosen(lowest, max(limit, expected(lowest)))
     # The margin comes from other candidates; what this one's programs need is known once they are emitted.
@@ -113,6 +117,7 @@ def _candidates(
     blocks = Blocks(graph)
     kept, followed = everything_kept(blocks), graph
     if whole is not None:
+        # Common subexpressions were merged in `whole`: the plan that keeps everything then holds equal values once.
         shared = everything_kept(Blocks(whole))
         if shared.peak.bytes < kept.peak.bytes:
             kept, followed = shared, whole

@@ -30,6 +30,7 @@ def early_choices(graph: OperationGraph, schedule: PlannedSchedule, split: bool 
         split: whether gradients of parameters are computed in modules of their own. Values that only these need are not
             early: they are recomputed there.
     """
+    # With a backward that is split in two, only what the input's half waits for can gain by being early.
     steps = _steps(schedule)
     needed = _for_inputs(schedule) if split else range(len(steps))
     free = set(_independent(graph, steps)).intersection(needed)
@@ -39,6 +40,8 @@ def early_choices(graph: OperationGraph, schedule: PlannedSchedule, split: bool 
     for segment, block in schedule.backward:
         stage = block[0].stage if block else graph.stages[segment]
         choices = of_stages.setdefault(stage, [frozenset()])
+        # Two growths per segment: `prefix` moves nothing past a step that waits, so its order does not change;
+        # `covered` moves later steps in front of such steps, and holds their results longer.
         prefix, covered = set(choices[-1]), set(choices[-1])
         for index in range(position, position + len(block)):
             if index in free:
@@ -82,11 +85,13 @@ def early_within(graph: OperationGraph, schedule: PlannedSchedule, overlapped: C
             memory are early.
     """
     choices = early_choices(graph, schedule)
+    # A stage with nothing to overlap takes only the prefix, which costs no memory.
     level = {
         stage: len(options_there) - 1 if stage in overlapped else min(len(options_there) - 1, 1)
         for stage, options_there in choices.items()
     }
     limit, _ = peaks_by_stage(graph, schedule)
+    # Every round lowers some stage's level, so this ends.
     while any(level.values()):
         early_schedule = early_at(schedule, choices, level)
         _, peaks = peaks_by_stage(graph, early_schedule)
@@ -109,8 +114,11 @@ def _independent(graph: OperationGraph, steps: list[PlannedOp]) -> list[int]:
     independent = []
     for position, step in enumerate(steps):
         waits = step.rng_shape_source is not None or not dependent.isdisjoint(step.reads)
+        # A step waits if it reads, directly or through another step, an incoming gradient. Replayed masks read a
+        # gradient's shape.
         if step.recipe is None:
             waits = waits or is_seeded(step.operation.node) or not graph.gradients.isdisjoint(step.makes)
+        # A storage that is recomputed again from sources that do not wait is independent from then on.
         if waits:
             dependent.update(step.makes)
         else:
@@ -125,6 +133,7 @@ def _for_inputs(schedule: PlannedSchedule) -> set[int]:
     last_to_run = min((step.stage for _, step in steps), default=0)
     readers: dict[int, list[tuple[int, PlannedOp, bool]]] = {}
     reached: set[int] = set()
+    # From the end: a step is awaited if a reader of its result is, or runs in another stage.
     for position in range(len(steps) - 1, -1, -1):
         segment, step = steps[position]
         awaited = any(

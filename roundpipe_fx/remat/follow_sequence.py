@@ -54,6 +54,8 @@ def _chain(blocks: Blocks, loss_temporary: int) -> tuple[Chain, list[SaveOption]
     for operation in graph.forward:
         forward[operation.segment] += operation.seconds
     temporary = []
+    # rotor's temporary of a backward is what it takes beyond saved values and both of its boundaries (its input's
+    # gradient and its own).
     for i, (stage, option) in enumerate(zip(chain.stages, kept, strict=True)):
         temporary.append(max(option.backward + stage.resident - option.held - boundary[i] - boundary[i + 1], 0))
     return Chain(
@@ -78,6 +80,7 @@ def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_
     graph = as_autograd_runs(graph)
     blocks = Blocks(graph, reduce_peak=False)
     chain, save_options = _chain(blocks, loss_temporary)
+    # Baselines have no limit of their own: they are one sequence each, which fits or does not.
     counted = limit if algo == "persistent" else no_limit(chain)
     peak = None
     while True:
@@ -89,12 +92,15 @@ def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_
             return Infeasible(minimum=peak or 0, bottleneck=text)
         candidate = work_out(blocks, _choice(graph, save_options, sequence))
         peak = candidate.peak.bytes if peak is None else min(peak, candidate.peak.bytes)
+        # The sequence's own count leaves out values that skip over layers. The excess is taken off the limit, and the
+        # next sequence is computed for that.
         excess = candidate.peak.bytes - limit
         if excess <= 0:
             return Found(Fitted(sequence, candidate))
         if algo != "persistent":
             text = f"the {algo} sequence needs {peak} bytes ({bytes_text(peak)}), and the limit is {limit}."
             return Infeasible(minimum=peak, bottleneck=text)
+        # At least one slot less each time, so the search ends.
         counted -= max(excess, limit // slots)
 
 
@@ -109,12 +115,15 @@ def _choice(graph: OperationGraph, save_options: list[SaveOption], sequence: Seq
     pending: set[int] = set()
     before_loss = True
     for operation in sequence:
+        # F_all of layer i: everything its backward needs. F_ck: its input. What runs before the loss is kept from the
+        # first forward on, what runs later is held for some backward.
         if isinstance(operation, ForwardEnable):
             index = operation.index
             pending |= save_options[index].saved | storages_live_across(graph, index, index + 1)
         elif isinstance(operation, ForwardCheck):
             pending |= storages_live_across(graph, 0, operation.index)
         elif isinstance(operation, Backward):
+            # The first Backward after the loss ends the first forward.
             if before_loss:
                 kept, before_loss = pending, False
             else:

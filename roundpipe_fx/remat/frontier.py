@@ -92,6 +92,8 @@ class _Cut:
         self._graph = graph
         self.storages: dict[int, int] = {}
         self._runs: dict[RecomputeRecipe, int] = {}
+        # Only what the backward reaches through recomputation is part of the network; saved storages of earlier
+        # segments end the search.
         pending = [storage for storage in needed if storage not in available and graph.is_forward(storage)]
         self._needed = set(pending)
         while pending:
@@ -134,6 +136,9 @@ class _Cut:
         def arc(source: int, target: int, capacity: float) -> None:
             arcs.append((source, target, min(int(capacity), UNCUTTABLE)))
 
+        # Source side of the cut = needed and recomputed. Arcs: SOURCE → storage (the backward reads it: uncuttable),
+        # storage → run (cut: the storage is saved, bytes), run → storage (recomputing needs it: uncuttable), run → SINK
+        # (cut: recomputed, λ·seconds).
         for storage, vertex in self.storages.items():
             if storage in self._needed:
                 arc(SOURCE, vertex, UNCUTTABLE)
@@ -146,6 +151,8 @@ class _Cut:
                 if storage in self.storages:
                     arc(vertex, self.storages[storage], UNCUTTABLE)
         _, reached = minimum_cut(arcs, 2 + len(self.storages) + len(self._runs))
+        # What the cut separates: a run on the source's side is recomputed; a needed storage whose run is on the sink's
+        # side is saved.
         rerun = {recipe for recipe, vertex in self._runs.items() if vertex in reached}
         saved = frozenset(
             s for s, vertex in self.storages.items() if vertex in reached and self._recipe(s) not in rerun

@@ -100,6 +100,7 @@ def alternatives_of(
         candidate = candidates.get((size, seconds))
         if candidate is None:
             continue
+        # Two plans may take equally long (they differ in bytes only): the chosen one is the nearer in bytes.
         alike = math.isclose(seconds, own_seconds, rel_tol=1e-6, abs_tol=1e-12)
         if alike and (chosen is None or abs(size - own_bytes) < abs(chosen[1] - own_bytes)):
             chosen = count, size
@@ -126,6 +127,8 @@ def _candidates(
 
 def _pieces(levels: np.ndarray, total: int) -> tuple[int, ...]:
     """The largest level of each of so many pieces as are this part's share of the whole."""
+    # The curve has a fixed number of points whatever the number of operations, shared between forward and backward by
+    # their lengths.
     count = min(len(levels), math.ceil(_PIECES * len(levels) / max(total, _PIECES)))
     return tuple(int(piece.max()) for piece in np.array_split(levels, count)) if count else ()
 

@@ -58,6 +58,7 @@ def points_of_run(
         save_options: what its options save.
     """
     part = chain.part(run.first, run.end, run.in_flight == 1)
+    # `most` is enough for the option with most bytes in each segment, so every solution lies below it.
     whole = sum(max(option.held for option in stage.options) for stage in part.stages)
     most = whole + max(
         max(option.forward, option.backward) + stage.resident + stage.resident_forward
@@ -69,6 +70,7 @@ def points_of_run(
     if run.in_flight > 1:
         # Two ways to say that other microbatches hold copies too: to count them, or to give saved bytes a price.
         # Neither finds all that the other does.
+        # The rate at which saving everything costs as much as recomputing everything; prices are multiples of it.
         rate = slowest / max(whole, 1)
         counted = dataclasses.replace(part, times=run.in_flight)
         chains = [(counted, most + (run.in_flight - 1) * whole)]
@@ -77,6 +79,7 @@ def points_of_run(
         chains = [(part, most)]
     for variant, limit in chains:
         coarse = solve_chain(variant, limit, nested_slots(part))
+        # Solve again with slots as fine as the low end needs: a coarse slot rounds every segment up.
         low = levels(coarse)[0] * coarse.slot
         solutions += [coarse, solve_chain(variant, int(low * NESTED_SHARE) + 1, nested_slots(part))]
     points = [point for solution in solutions for point in _points(graph, save_options, run, part, solution)]
@@ -95,7 +98,9 @@ def _points(
     points: list[tuple[float, ParetoPoint]] = []
     for slots in spread(levels(solution), _LEVELS):
         decisions = solution.decisions(slots)
+        # Bytes that stay from the forward to the backward, and that each microbatch in flight has.
         kept = sum(map(part.kept_at, decisions))
+        # The price is no time: it is taken out of the seconds again.
         seconds = float(solution.seconds[slots]) - solution.chain.price * kept
         shifted = [
             dataclasses.replace(

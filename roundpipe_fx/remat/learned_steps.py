@@ -96,6 +96,7 @@ class LearnedSteps:
             peak: bytes that are planned for a step.
             budget: bytes that it may take.
         """
+        # With replanning the next step is planned for it, so there is nothing that the user has to do.
         if self._replans or peak + size <= budget or what in self._reported_more:
             return
         self._reported_more.add(what)
@@ -143,12 +144,16 @@ class LearnedSteps:
         outside = bool(self.outside) and not self._reported_outside
         first = self.expected_parts > 0
         self._seen = True
+        # The usual step (one call, one backward, nothing outside) is not written down, since it is what plans assume.
         if is_usual and not outside and not first:
             return
         step = noted()
+        # The tightest plan decides: calls were planned for budgets of their own.
         budgets = [self._planned[call.graph].budget for call in step.calls if call.graph in self._planned]
         budget = self._asked if first and isinstance(self._asked, int) else max(budgets, default=0)
         peak = peak_of_step(step, {})
+        # Equal kinds are learned once; a model with ever new kinds of steps (a recurrent loop of random length) stops
+        # at a limit.
         new = step.kind not in self._steps and len(self._steps) < _MOST
         over = peak > budget and new and not (first and isinstance(self._asked, float))
         if not budgets or not (over or outside or first):
@@ -193,6 +198,7 @@ class LearnedSteps:
 
     def needs(self, graph: str) -> StepNeeds | None:
         """Bytes and times that are left for other calls where a graph is planned."""
+        # Only steps in which this graph takes part.
         steps = tuple(step for step in self._steps.values() if any(call.graph == graph for call in step.calls))
         if not steps or not self._replans:
             return None
@@ -209,6 +215,8 @@ class LearnedSteps:
         """
         self._limit = None
         steps = list(self._steps.values())
+        # With a single graph, its own plan leaves room for its other calls (:meth:`needs`); several graphs have to
+        # divide the budget first.
         several = any(len({call.graph for call in step.calls}) > 1 for step in steps)
         if several:
             fitted = self._fit(steps, share)
@@ -239,6 +247,8 @@ class LearnedSteps:
         graphs = dict.fromkeys(call.graph for step in steps for call in step.calls)
         ladders = {}
         for graph in graphs:
+            # A graph that cannot be planned anew (its operations are gone) keeps its footprint, and the others plan
+            # around it.
             planned = self._planned.get(graph)
             if planned is None or planned.operations is None or not self._replans:
                 continue
@@ -249,6 +259,8 @@ class LearnedSteps:
         fixed = {graph: known_footprint for graph, known_footprint in self._footprints.items() if graph not in ladders}
         fitted = fit_graphs(ladders, steps, fixed, self._asked, share)
         if fitted.peak > fitted.limit:
+            # Parameters that FSDP2 gathers were taken off the budget before planning; the user sees the budget as
+            # given.
             gathered_bytes = self.gathered_bytes if isinstance(self._asked, int) else 0
             budget, minimum = fitted.limit + gathered_bytes, fitted.peak + gathered_bytes
             if isinstance(self.budget, int) and share == 1:

@@ -40,10 +40,12 @@ def least_bytes(graph: OperationGraph) -> LeastBytes:
 
 def bytes_of_operation(graph: OperationGraph, operation: Operation) -> int:
     """Bytes of an operation's operands, results and workspace, and of what the caller holds beside them."""
+    # A result that may be written over an operand needs no memory of its own.
     written_over = max((graph.sizes[storage] for storage in operation.inplace_candidates), default=0)
     return sum(graph.sizes[storage] for storage in _live(graph, operation)) + operation.workspace - written_over
 
 
 def _live(graph: OperationGraph, operation: Operation) -> set[int]:
+    # In the backward the caller holds the outputs as well.
     with_callers = graph.outputs | graph.held if operation.index >= len(graph.forward) else frozenset()
     return {*operation.reads, *operation.makes, *with_callers}

@@ -56,6 +56,7 @@ def join(copies: Sequence[ChainInTiles]) -> JoinedChain:
     Args:
         copies: of one graph, cut at the same places; the first is without tiles.
     """
+    # The first copy has no tiles: seconds and resident bytes of others are counted from it.
     whole = copies[0]
     stages: list[ChainStage] = []
     numbers: list[tuple[int, ...]] = []
@@ -79,8 +80,10 @@ def tiled_segments(joined: JoinedChain, limit: int) -> Iterator[tuple[float, tup
         limit: bytes; what needs much more is left out.
     """
     slots = int(FINE_SLOTS * _BEYOND)
+    # More slots than elsewhere in proportion to the larger limit, so a slot has as many bytes.
     solution = solve_chain(joined.chain, int(limit * _BEYOND), slots, nested=False)
     seen = set()
+    # By seconds: the first copies that appear for a memory are the quickest ones.
     for memory in sorted(levels(solution), key=lambda memory: float(solution.seconds[memory])):
         decisions = solution.decisions(memory)
         chosen = {
@@ -108,6 +111,7 @@ def _as_option_of(
 
 def _worthwhile(options: Sequence[tuple[int, ChainStageOption]]) -> list[tuple[int, ChainStageOption]]:
     """Options that no other dominates in bytes held, peaks and seconds."""
+    # Vectorized dominance: an option is dropped if one that is kept is no worse in all four figures.
     figures = np.array([(option.seconds, option.held, option.backward, option.forward) for _, option in options])
     order = sorted(range(len(options)), key=lambda position: (tuple(figures[position]), options[position][0]))
     best: list[int] = []

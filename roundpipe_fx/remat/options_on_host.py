@@ -80,6 +80,8 @@ class ChainOnHost:
         origins: list[tuple[int, ...]] = []
         leaves: list[tuple[int, ...]] = []
         for stage, segment in zip(chain.stages, segments, strict=True):
+            # Both variants of each option stand side by side; the dynamic program chooses one per segment within the
+            # memory.
             staying = [_staying(option, segment.in_flight) for option in stage.options]
             leaving = [_leaving(option, segment, price) for option in stage.options if segment.may_leave]
             stages.append(
@@ -90,6 +92,7 @@ class ChainOnHost:
                     resident_forward=stage.resident_forward + segment.forward,
                 )
             )
+            # Numbers lead back to the option of the original chain, whichever variant was chosen.
             origins.append((*range(len(staying)), *range(len(leaving))))
             leaves.append((*(0 for _ in staying), *(option.held for option in stage.options if segment.may_leave)))
         return cls(dataclasses.replace(chain, stages=tuple(stages)), tuple(origins), tuple(leaves))
@@ -97,6 +100,7 @@ class ChainOnHost:
 
 def _staying(option: ChainStageOption, in_flight: int) -> ChainStageOption:
     """An option that every microbatch in flight keeps on the device."""
+    # The chain counts one microbatch; the others hold the same bytes while this one runs.
     others = (in_flight - 1) * option.held
     return ChainStageOption(
         held=in_flight * option.held,
@@ -108,6 +112,7 @@ def _staying(option: ChainStageOption, in_flight: int) -> ChainStageOption:
 
 def _leaving(option: ChainStageOption, segment: SegmentOnHost, price: float) -> ChainStageOption:
     """An option that is on the device while its slots run, and while it is copied."""
+    # Values that leave are on the device while they are copied: `passing` microbatches of them, this one included.
     others = (segment.passing - 1) * option.held
     return ChainStageOption(
         held=segment.copied * option.held,
@@ -130,6 +135,7 @@ def decisions_at_price(
     joined = ChainOnHost.of(chain, segments, price)
     solution = solve_chain(joined.chain, limit, FINE_SLOTS, nested=False)
     reached = levels(solution)
+    # The most memory that the limit allows has the fewest seconds.
     if reached:
         decisions = solution.decisions(reached[-1])
     else:

@@ -94,6 +94,8 @@ class _Block:
                 unread=sum(sizes[storage] for storage in event.makes if not self._readers[storage]),
                 reads=[(s, sizes[s]) for s in event.reads if s in counted and s not in lasting],
                 written=[s for s in event.inplace_candidates if s in scopes and scopes[s] == event.reuse_scope],
+                # In-place operations have to run in the same module: emitted modules do not write over each other's
+                # inputs.
                 workspace=event.workspace,
             )
             for event in events
@@ -120,6 +122,7 @@ class _Block:
         left = partial.readers
         freed = 0
         for storage, size in reads:
+            # The last reader frees a storage. `left` counts readers that have not run, this one included.
             if left[storage] == 1:
                 freed += size
         # A result is written over one operand at most: the first that dies here.
@@ -162,10 +165,12 @@ class _Block:
         ran = True
         while ran:
             ran = False
+            # `ready` changes when something runs, so the scan starts over each time.
             for position in partial.ready:
                 if not self._can_be_free[position]:
                     continue
                 high, after = self.during(partial, position)
+                # Free: no more bytes afterwards, and no new peak. Running it now can only help what follows.
                 if after <= partial.live and high <= partial.peak:
                     # ``ready`` has changed, and what was not free before may be now.
                     self._run(partial, position, high, after)
@@ -194,12 +199,14 @@ def order_events(
         the positions of the events in the order found; ``None``: none was found.
     """
     block = _Block(events, sizes, before, lasting)
+    # Work is bounded by events × orders. A block of 300 events has a beam of one, that is, a greedy search.
     width = max(1, min(width, _MOST_WORK // max(len(events), 1)))
     beam = [block.start()]
     best: _Partial | None = None
     while beam:
         steps: list[tuple[int, int, int, _Partial]] = []
         for partial in beam:
+            # Nothing is ready: the order is complete. Later ones have to beat it.
             if not partial.ready and (best is None or partial.peak < best.peak):
                 best = partial
                 below = min(below, partial.peak)

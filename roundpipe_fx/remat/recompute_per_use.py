@@ -36,6 +36,7 @@ def recompute_per_use(
     if lowest >= below:
         return None
     often = {index for index in sequence if sequence.count(index) > 1}
+    # Costliest first, and for each the smallest number of runs that keeps the peak.
     for index in sorted(often, key=lambda index: -steps[index].seconds):
         for keep in range(1, sequence.count(index)):
             tried = _without_unread(steps, maker, _at_most(sequence, index, keep))
@@ -58,6 +59,7 @@ def _expanded(steps: Sequence[PlannedOp], maker: dict[int, int], readers: Sequen
 def _made_for(steps: Sequence[PlannedOp], maker: dict[int, int], reader: int) -> list[int]:
     """Positions of the recomputations for one reader, in order."""
     sequence: list[int] = []
+    # Depth first with a stack. A position is pushed twice: (position, True) runs when its sources have been listed.
     pending = [(reader, False)]
     while pending:
         index, ready = pending.pop()
@@ -86,6 +88,7 @@ def _without_unread(steps: Sequence[PlannedOp], maker: dict[int, int], sequence:
     """The sequence without results that are not read before they are recomputed."""
     wanted: set[int] = set()
     read = []
+    # From the end: a recomputation stays if its result is read before the next recomputation of the same storage.
     for index in reversed(sequence):
         step = steps[index]
         if step.recipe is not None:

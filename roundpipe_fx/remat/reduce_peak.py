@@ -79,6 +79,8 @@ class PeakReducer:
         """Sequences with their peaks: the best order of the steps, then one for each level."""
         sequence = self._ordered(list(range(len(self._steps))))
         sequences = [(sequence, self._peak(sequence))]
+        # Several drops may be needed before the peak falls (two tensors of equal size), so a level may take several
+        # tries.
         for _ in range(_TRIES):
             next_level = self._next_level(sequence) if len(sequences) <= most else None
             if next_level is None:
@@ -94,6 +96,7 @@ class PeakReducer:
     def _recompute_per_use(self, below: int) -> list[int] | None:
         """Everything recomputed per use, if that has a peak below one that is known."""
         steps = self._steps
+        # Only operations of the graph itself are ordered: recomputations move with their readers.
         readers = [position for position, step in enumerate(steps) if step.recipe is None]
         recomputed = {storage for step in steps if step.recipe is not None for storage in step.makes}
         events, sizes, _ = self._events(readers)
@@ -106,6 +109,7 @@ class PeakReducer:
             )
             for event, position in zip(events, readers, strict=True)
         ]
+        # `known` is the peak of the order as it is; a better order is taken beside it, not instead of it.
         known = peak_of(events, sizes, self._before, self._lasting).bytes
         order = order_events(events, sizes, self._before, self._lasting, known)
         orders = [readers] if order is None else [readers, [readers[position] for position in order]]
@@ -148,6 +152,7 @@ class PeakReducer:
                 readers.setdefault(storage, []).append(position)
         copies = self._copies(sequence, events)
         best: tuple[int, float, list[int]] | None = None
+        # Largest first: `peak.live` is sorted by bytes.
         for instance, _ in peak.live:
             later = [position for position in readers.get(instance, ()) if position > at]
             # Only what was recomputed, is read later, and is not needed where the peak is can be dropped there.
@@ -158,6 +163,8 @@ class PeakReducer:
             if remade is None:
                 continue
             # A peak that stays as it is counts too: several storages may have to go before it falls.
+            # The storage dies after its last read before the peak, and is made again right before the next one behind
+            # it.
             tried = [*sequence[:position], *remade, *sequence[position:]]
             cost = sum(self._steps[p].seconds for p in remade)
             most = peak.bytes if best is None else best[0]
@@ -179,12 +186,13 @@ class PeakReducer:
     def _remade(
         self, storage: int, number: int, copies: Mapping[int, Sequence[_Copy]], readers: Mapping[int, Sequence[int]]
     ) -> list[int] | None:
-        """Steps that recompute a storage at a place, from storages alive there; ``None``: it takes too many."""
+        """Steps that recompute a storage at a position, from storages alive there; ``None``: it takes too many."""
         sequence: list[int] = []
 
         def latest(wanted: int) -> _Copy | None:
             return next((copy for copy in reversed(copies.get(wanted, ())) if copy.number < number), None)
 
+        # Depth first: sources that are dead at that point are recomputed before their reader.
         def make(step: int) -> None:
             for source in self._steps[step].reads:
                 made = latest(source)

@@ -17,6 +17,8 @@ def within_regions(graph: OperationGraph, frontiers: list[list[Saving]]) -> list
         frontiers: options by segment, the one that saves most first.
     """
     for storages, budget in graph.regions:
+        # Example: a region of 100 MB over two segments that can keep 10 to 60 and 20 to 80 MB of it. least = 30, most =
+        # 140, share = 70 / 110; the limits are 10 + 50 · share and 20 + 60 · share, together 100.
         kept = [[_bytes(graph, saving.saved & storages) for saving in savings] for savings in frontiers]
         least, most = sum(map(min, kept)), sum(map(max, kept))
         share = budget

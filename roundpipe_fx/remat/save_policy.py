@@ -66,6 +66,8 @@ def _backward_slots(joint: JointGraph) -> dict[int, int]:
     ahead = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.in_phase(Phase.FORWARD)}
     back = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.in_phase(Phase.BACKWARD)}
     fused = max(ahead.values(), default=0)
+    # From the last segment back: one without a backward of its own joins the slot of the segment behind it. Segments of
+    # the fused slot stay there.
     for segment in sorted(ahead.keys() - back.keys(), reverse=True):
         back[segment] = fused if ahead[segment] == fused else max(back.get(segment + 1, 0), fused + 1)
     return back
@@ -77,6 +79,7 @@ def _entering(joint: JointGraph, group: Callable[[fx.Node], int]) -> set[fx.Node
     entering: set[fx.Node] = set()
     forward = joint.in_phase(Phase.FORWARD)
     members = set(forward)
+    # Constants spread forward: a node is one if all that it reads are and it draws nothing.
     for node in forward:
         sources = input_nodes(node)
         if not is_seeded(node) and all(source in constant for source in sources):
@@ -94,6 +97,7 @@ def recompute_rest(joint: JointGraph, saved: Iterable[fx.Node]) -> RematSchedule
             Those marked as must-recompute are left out.
 
     Returns:
+        # A saved view has no memory of its own, so saving its base is what saves it.
         the schedule: recomputations early, in the order of the forward; then the backward in the graph's order.
     """
     # A saved view stands for its base; without the base in the set it would be recomputed from further back.
@@ -104,6 +108,7 @@ def recompute_rest(joint: JointGraph, saved: Iterable[fx.Node]) -> RematSchedule
     for node in backward:
         by_stage.setdefault(node.meta[Mark.STAGE], []).append(node)
     blocks = []
+    # Stages from the last to the first, which is the order of the backward.
     for stage in sorted(by_stage, reverse=True):
         needed = {source for node in by_stage[stage] for source in input_nodes(node)}
         recomputed = sorted(_closure(needed & position.keys(), kept, position), key=position.__getitem__)
@@ -131,6 +136,7 @@ def _kept(joint: JointGraph, bases: Iterable[fx.Node]) -> set[fx.Node]:
         and not isinstance(base.meta.get("val"), (tuple, list))
     }
     for node in joint.in_phase(Phase.FORWARD):
+        # Of `sort` and `topk` only the indices must be saved; the values follow from them by a gather.
         if Mark.MUST_SAVE in node.meta:
             # A selective policy may ask for the values of a selection, too.
             kept.update(o for o in node_outputs(node) if selection(o) is None or Mark.MUST_SAVE in o.meta)
@@ -150,6 +156,7 @@ def _closure(needed: Iterable[fx.Node], kept: set[fx.Node], forward: Mapping[fx.
         assert Mark.MUST_SAVE not in node.meta, f"{node} is hoisted and must not be recomputed"
         closure.add(node)
         picked = selection(node)
+        # A selection is recomputed by a gather from its operand; the sort itself never runs again.
         reads = input_nodes(node) if picked is None else [picked[0]]
         pending += [source for source in reads if source in forward and source not in kept]
     return closure

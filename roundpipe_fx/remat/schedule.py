@@ -94,11 +94,14 @@ def just_in_time(
         # itself.
         pending = [(storage, reader, False)]
         while pending:
+            # Available storages include those that earlier blocks recomputed and hold.
             current, asking, ready = pending.pop()
             if current in made or current in available or not graph.is_forward(current):
                 continue
             recipe = graph.recipes[current]
             rng_shape_source = None
+            # Only the mask is drawn if nothing else of the dropout is needed: its other result (the product) is left
+            # out, and with it its operand.
             if asking is not None and current in graph.mask_only and needed.isdisjoint(set(recipe.makes) - {current}):
                 rng_shape_source = graph.rng_shape_sources.get((current, asking.index))
                 recipe = graph.mask_only[current] if rng_shape_source is not None else recipe
@@ -120,6 +123,7 @@ def just_in_time(
             )
             made.update(recipe.makes)
 
+    # What earlier segments hold (`wanted`) is made first; it is the nested part of the recomputation.
     for storage in sorted(wanted):
         make(storage, None)
     for operation in operations:
@@ -159,12 +163,14 @@ def simulate(graph: OperationGraph, schedule: PlannedSchedule, list_live: bool =
     """
     course = _course(graph, schedule)
     events, sizes = course.events, course.sizes
+    # `arriving` storages are made outside: incoming gradients, the loss's, saved states of generators.
     peak = peak_of(events, sizes, (), course.lasting, course.arriving, list_live)
     size = peak.bytes if graph.step is None else graph.step.peak(_footprint(graph, course))
     if peak.position < 0:
         return Peak(size, 0, False, None, ())
     event = events[peak.position]
     live = [(name_of(graph, course.copied.get(storage, storage)), size) for storage, size in peak.live[:_SHOWN]]
+    # No operation runs at the position between forward and backward: it is the loss outside the model.
     if event.what is None:
         live = sorted([*live, ("loss outside", event.workspace)], key=lambda value: -value[1])
         return Peak(size, graph.segments - 1, True, None, tuple(live[:_SHOWN]))
@@ -219,6 +225,7 @@ def _course(graph: OperationGraph, schedule: PlannedSchedule) -> _Course:
     sizes.update((-3 - index, graph.states[index]) for index in states)
     arriving: dict[int, Sequence[int]] = {index: [-3 - index] for index in states}
     arriving[len(graph.forward) + 1] = [*graph.tangents, _LOSS]
+    # Copies of inputs that are updated later, and states of generators, are read by the steps that need the old value.
     besides: dict[int, Sequence[int]] = {}
     for position, step in enumerate(steps) if states or graph.snapshots else ():
         replays = step.recipe is not None and step.operation.index in states
@@ -240,6 +247,8 @@ def _snapshots(graph: OperationGraph, step: PlannedOp) -> tuple[int, ...]:
 
 
 def _early_first(events: Sequence[Event]) -> list[Event]:
+    # Emitted programs call the recompute module of a stage before its backward module, whatever the planned order
+    # within the stage.
     """The events of a backward in the order of the programs: of each stage first those of its recompute module."""
     by_stage: dict[int, tuple[list[Event], list[Event]]] = {}
     for event in events:
@@ -305,10 +314,13 @@ def backward_events(
     latest: dict[int, int] = {}
     copied: dict[int, int] = {}
     number = len(graph.sizes)
+    # Every recomputation makes a new copy with a number of its own, so that two lifetimes of one storage are two
+    # storages for the simulation.
     for position, step in enumerate(steps):
         operation, recipe = step.operation, step.recipe
         reuse_scope = (step.stage, Phase.RECOMPUTE if step.early else Phase.BACKWARD)
         reads, inplace_candidates = list(step.reads), operation.inplace_candidates
+        # Readers read the latest copy.
         if not latest.keys().isdisjoint(reads):
             reads = [latest.get(storage, storage) for storage in reads]
             inplace_candidates = tuple([latest.get(storage, storage) for storage in inplace_candidates])
@@ -325,6 +337,8 @@ def backward_events(
             sizes[number] = graph.sizes[storage]
             makes.append(number)
             number += 1
+        # A recomputation in another form (a gather, a mask) is another kernel, which cannot write over the operands of
+        # the original.
         inplace_candidates = inplace_candidates if recipe.form is Form.SAME else ()
         events.append(Event(operation, reads, makes, inplace_candidates, reuse_scope, workspace=recipe.workspace))
     return events, latest, copied

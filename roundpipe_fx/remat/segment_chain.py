@@ -44,6 +44,8 @@ def remat_choice_of(
     held: dict[int, set[int]] = defaultdict(set)
     remat_level: dict[int, int] = {}
     for decision in decisions:
+        # Decisions in the first forward choose what is kept; later ones are made before some segment's backward, and
+        # are held there.
         target = kept if decision.before is None else held[decision.before]
         if decision.unsaved_option is not None:
             remat_level[decision.stage] = decision.unsaved_option
@@ -51,6 +53,7 @@ def remat_choice_of(
             save_option = save_options[decision.stage][decision.option]
             target |= save_option.saved
             remat_level[decision.stage] = save_option.remat_level
+        # Running on to a later segment keeps exactly what crosses into it.
         if decision.until < graph.segments:
             target |= storages_live_across(graph, decision.stage, decision.until)
     return RematChoice(
@@ -77,6 +80,7 @@ def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
     forward = defaultdict(list)
     for operation in graph.forward:
         forward[operation.segment].append(operation)
+    # Hoisted values are saved whatever is chosen. They accumulate: the segments up to this one have made theirs.
     hoisted = np.cumsum([_bytes(graph, made[i] & graph.must_save) for i in range(graph.segments)])
     outputs = _bytes(graph, graph.outputs - graph.must_save)
     stages = []
@@ -87,6 +91,7 @@ def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
     for segment in progress(range(graph.segments), "what each segment may keep"):
         needed = dict.fromkeys(storage for operation in graph.backward[segment] for storage in operation.reads)
         frontiers.append(frontier(graph, list(needed), available, known))
+        # A segment may read everything that earlier ones have made: whether that is kept is the chain's decision.
         available |= made[segment]
     # Regions span segments, so all frontiers are needed before any is cut down.
     frontiers = within_regions(graph, frontiers)
@@ -136,6 +141,7 @@ def _options(
 
 def _worthwhile(options: list[tuple[SaveOption, ChainStageOption]]) -> list[tuple[SaveOption, ChainStageOption]]:
     """Options that no other dominates in bytes held, peak and seconds; the first stays first."""
+    # Invariant: `best` is sorted by seconds, so only bytes are left to compare.
     best: list[tuple[SaveOption, ChainStageOption]] = []
     # From the quickest on, each is dominated only by one before it.
     for save_option, option in sorted(options, key=lambda item: (item[1].seconds, item[1].held, item[1].backward)):
@@ -154,5 +160,6 @@ def _live_across_bytes(graph: OperationGraph) -> NDArray[np.int64]:
     table = np.zeros((count, count), dtype=np.int64)
     for made, storages in graph.live_across_from.items():
         for storage, last in storages:
+            # A storage made by segment m and last read by segment l crosses every pair (i, k) with i <= m < k <= l.
             table[: made + 1, made + 1 : last + 1] += graph.sizes[storage]
     return table

@@ -52,6 +52,7 @@ def _looked_at(blocks: Blocks) -> tuple[list[SimulatedSchedule], list[ParetoPoin
     points = result.points
     alive = graph.step.alive_of_all
     if alive > 1:
+        # Solutions for `alive` copies of the saved values; judged by the step's own simulation like all others.
         chain, save_options = chain_of(alone)
         run = SegmentRun(0, graph.segments, frozenset({0}), alive)
         more = points_of_run(graph, chain, save_options, run)

@@ -91,9 +91,12 @@ def fit_graphs(
     def peak(levels: list[int]) -> int:
         return max(peak_of_step(step, footprints(levels)) for step in steps)
 
+    # Level 0 of a ladder recomputes nothing, its last level needs least.
     last = [len(ladders[graph]) - 1 for graph in graphs]
     alike = [[round(level * level_of_graph / _LEVELS) for level_of_graph in last] for level in range(_LEVELS + 1)]
     lowest = min(reversed(alike), key=peak)
+    # Coordinate descent: one graph's level at a time, the others fixed. A few rounds, since graphs influence each
+    # other.
     for _ in range(_ROUNDS):
         for position, last_level in enumerate(last):
             tried = [[*lowest[:position], level, *lowest[position + 1 :]] for level in range(last_level + 1)]
@@ -101,7 +104,9 @@ def fit_graphs(
     limit = int(limit_of(budget, peak(lowest), max(peak(alike[0]), peak(lowest))) * share)
     if isinstance(budget, float):
         limit = max(limit, peak(lowest))
+    # All graphs at the same fraction of their ladders: the quickest such combination that fits.
     levels = next((combination for combination in alike if peak(combination) <= limit), lowest)
+    # Then each graph goes up its ladder as far as the budget allows, the one that recomputes most first.
     for position in sorted(
         range(len(graphs)), key=lambda position: -ladders[graphs[position]][levels[position]].seconds
     ):

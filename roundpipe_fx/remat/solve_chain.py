@@ -63,12 +63,12 @@ class Solution:
     seconds: NDArray[np.float64]
     _first: NDArray[np.float64]
     _rerun: NDArray[np.float64] | None
-    _ends: int | None = _MAX_ENDS
+    _max_ends: int | None = _MAX_ENDS
 
     def decisions(self, slots: int) -> list[Decision]:
         """The decisions that reach ``seconds[slots]``."""
         decisions: list[Decision] = []
-        tables = _Tables(self.chain, self.slot, len(self.seconds), self._rerun is not None, self._ends)
+        tables = _Tables(self.chain, self.slot, len(self.seconds), self._rerun is not None, self._max_ends)
         tables.first, tables.rerun = self._first, self._rerun
         pending: list[tuple[int, int | None, int]] = [(0, None, slots)]
         while pending:
@@ -114,12 +114,12 @@ def solve_chain(
         seconds=tables.first[0].astype(np.float64),
         _first=tables.first,
         _rerun=tables.rerun,
-        _ends=max_ends,
+        _max_ends=max_ends,
     )
 
 
 class _Tables:
-    """The tables of the dynamic program, and the decisions at a place: a stage, and the last one of its repetition."""
+    """The tables of the dynamic program, and the decision at a state: a stage, and the last one of its rerun."""
 
     def __init__(self, chain: SegmentChain, slot: float, width: int, nested: bool, max_ends: int | None) -> None:
         self.chain = chain
@@ -218,13 +218,13 @@ class _Tables:
         return np.unique(np.r_[first + 1, np.linspace(first + 1, end, self.max_ends).astype(np.int64)])
 
     def _seconds(self, first: int, last: int | None, memory: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds of every decision at a place, a row each, by memory. The recurrence is in the module's docstring."""
+        """Seconds of every decision at a state, a row each, by memory. The recurrence is in the module's docstring."""
         if first == last:
             return self._keeping_nothing(first, memory)
-        max_ends = self._ends(first, last)
+        ends = self._ends(first, last)
         rows = [self._keeping(first, last, memory)]
-        if len(max_ends):
-            rows.append(self._coming_back(first, last, max_ends, memory))
+        if len(ends):
+            rows.append(self._coming_back(first, last, ends, memory))
         return np.concatenate(rows)
 
     def _keeping_nothing(self, stage: int, memory: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -251,18 +251,18 @@ class _Tables:
         return self._possible(seconds_kept, needed, memory)
 
     def _coming_back(
-        self, first: int, last: int | None, max_ends: NDArray[np.int64], memory: NDArray[np.int64]
+        self, first: int, last: int | None, ends: NDArray[np.int64], memory: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         """Run on to each of some later stages, do the backward from there, and come back."""
         assert self.rerun is not None
         times = self.times(last)
-        live_across = np.append(self.chain.live_across[first], 0)[max_ends]
-        beyond = self._shifted(self._rest(last)[max_ends], self._held(live_across * times), memory)
-        seconds_back = beyond + self.rerun[first, max_ends - 1][:, memory]
+        live_across = np.append(self.chain.live_across[first], 0)[ends]
+        beyond = self._shifted(self._rest(last)[ends], self._held(live_across * times), memory)
+        seconds_back = beyond + self.rerun[first, ends - 1][:, memory]
         seconds_back += ((self.chain.price if last is None else 0.0) * live_across)[:, None]
         if last is not None:
-            seconds_back += (self._elapsed[max_ends] - self._elapsed[first])[:, None]
-        needed = self._run[first, max_ends] + live_across * (times - 1) + self._resident(first, last)
+            seconds_back += (self._elapsed[ends] - self._elapsed[first])[:, None]
+        needed = self._run[first, ends] + live_across * (times - 1) + self._resident(first, last)
         return self._possible(seconds_back, needed, memory)
 
     def _end(self, last: int | None) -> int:
@@ -285,7 +285,7 @@ class _Tables:
         return seconds
 
     def best(self, first: int, last: int | None, memory: int) -> Decision:
-        """The best decision at a place with a number of slots."""
+        """The best decision at a state with a number of slots."""
         memory = max(memory, 0)
         columns = self._seconds(first, last, self._memory[memory : memory + 1])
         if not np.isfinite(columns).any():

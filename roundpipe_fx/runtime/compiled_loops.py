@@ -47,6 +47,8 @@ def opaque_loops(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Bo
     Returns:
         the loops, which the caller keeps alive as long as the module may be called.
     """
+    # The loop is called by number, since an operator's arguments are tensors and numbers. It is weak here: the module
+    # keeps it.
     made: dict[TileLoop, tuple[int, TileLoop]] = {}
     for loop in loops_of(module.graph):
         number = next(_numbers)
@@ -54,6 +56,7 @@ def opaque_loops(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Bo
         _loops[number] = made[loop][1]
     for node in module.graph.nodes:
         if node.target in made:
+            # The compiler sees an operator with a list of operands, and compiles around it.
             node.args = (list(node.args), made[node.target][0])
             node.target = torch.ops.roundpipe_fx.tile_loop.default
             node.meta["val"] = list(node.meta["val"])
@@ -73,6 +76,7 @@ def _adding(body: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]) -
     added_to = {node.args[0] for node in adding}
     totals = [node for node in inputs if node in added_to]
     position = {node: number for number, node in enumerate(totals)}
+    # A sum `add_product_to(total, a, b)` becomes two more results of the body, a and b, and is added outside.
     sums = [(node.target, position[node.args[0]], len(node.args) - 1) for node in adding]
     graph.output_node().args = ((*parts, *(operand for node in adding for operand in node.args[1:])),)
     for node in (*adding, *totals):
@@ -87,6 +91,7 @@ def _adding(body: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]) -
         made = list(call(values))
         results, added = made[: len(parts)], iter(made[len(parts) :])
         del made
+        # In the order of the body: the bits of a sum depend on it.
         for target, number, operands in sums:
             target(held[number], *itertools.islice(added, operands))
         return tuple(results)

@@ -57,8 +57,10 @@ def in_parts(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]
                 copies[node] = copy_node(graph, node, copies.__getitem__)
             continue
         members = set(nodes)
+        # Inputs of the part: what its nodes read and others have made, each once, in the order of reading.
         inputs = list(dict.fromkeys(s for node in nodes for s in input_nodes(node) if s not in members))
         outputs = [node for node in nodes if any(user not in members for user in node.users)]
+        # Equal parts are compiled once.
         digest = fingerprint(nodes, outputs, inputs)
         if digest not in calls:
             calls[digest] = BoxedCall(

@@ -33,6 +33,8 @@ def updatable_in_step(programs: Sequence[PipelineProgram], primals: Sequence[Seq
     updatable: set[int] = set()
     outside: set[int] = set()
     tensors: dict[int, torch.Tensor] = {}
+    # Four reasons against an early update: a gradient from outside, an update by the step, an output that is the
+    # parameter or a view of it, memory shared with another parameter.
     for program, of_batch in zip(programs, primals, strict=True):
         tensors.update({id(value): value for value in of_batch if isinstance(value, torch.Tensor)})
         for gradient in program.gradients:
@@ -71,6 +73,7 @@ class CompleteGradients:
         self._waits: dict[int, list[Callable[[], None]]] = {key: [] for key in updates.keys}
         self._devices: Counter[int] = Counter()
         self._last: list[list[tuple[int, int]]] = []
+        # For each device, the position of the last instruction that reads a parameter or adds to its gradient.
         for of_device in instructions:
             last: dict[int, int] = {}
             for position, instruction in enumerate(of_device):
@@ -79,6 +82,7 @@ class CompleteGradients:
                     if key in updates.keys:
                         last[key] = position
             self._devices.update(last.keys())
+            # Sorted so that the next one to complete is at the end: `pop` is constant.
             self._last.append(sorted(((position, key) for key, position in last.items()), key=lambda item: -item[0]))
 
     def passed(
@@ -93,12 +97,14 @@ class CompleteGradients:
             wait: returns a function that waits until that has arrived on the host.
         """
         last, keys = self._last[device], []
+        # All parameters whose last instruction has been passed.
         while last and last[-1][0] < position:
             keys.append(last.pop()[1])
         if not keys:
             return
         arrived = wait()
         complete = []
+        # The last of the devices that touch a parameter submits it; others only leave their parts.
         with self._lock:
             for key in keys:
                 self._parts[key][device] = take(key)

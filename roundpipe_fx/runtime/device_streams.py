@@ -219,6 +219,7 @@ class AcceleratorDeviceStreams:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Make the compute stream current, after the caller's streams. On exit, copies of its tensors are freed."""
+        # Nothing on these streams runs before the caller's work is done; events order this on the device.
         for caller in self._callers.values():
             self.compute.wait_stream(caller)
             self.incoming.wait_stream(caller)
@@ -232,6 +233,7 @@ class AcceleratorDeviceStreams:
 
     def to_device(self, value: Any) -> Any:
         """The caller's tensor if it is on this device; else a copy, which is held until :meth:`drop`."""
+        # A copy per step and tensor: several stages of this device read the same parameter.
         if id(value) in self._copies:
             return self._copies[id(value)][1]
         if not isinstance(value, torch.Tensor) or value.device == self.device or value.device.type == "cpu":
@@ -244,6 +246,8 @@ class AcceleratorDeviceStreams:
         """The values on this device. They may have been allocated on another stream than the one that reads them."""
         tensors = [value for value in values if isinstance(value, torch.Tensor) and value.device.type != "cpu"]
         elsewhere = {value.device for value in tensors} - {self.device}
+        # `record_stream` tells the allocator of the second stream, since the forward's worker may have been on another
+        # one.
         for value in tensors:
             value.record_stream(self.compute if value.device == self.device else self._callers[value.device])
         for device in elsewhere:
@@ -261,6 +265,8 @@ class AcceleratorDeviceStreams:
         Args:
             values: tensors on one other device.
         """
+        # Copied on two streams: the caller's, so that its memory is not reused too early, and the incoming one, which
+        # computes nothing.
         with on_stream(self._callers[values[0].device]), on_stream(self.incoming):
             copies = copied_together(values, self.device)
             arrived = self.incoming.record_event()
@@ -279,6 +285,7 @@ class AcceleratorDeviceStreams:
         ready = self.compute.record_event()
         if to.device == self.device:
             return Message(numbers, tuple(values), (ready, self.compute))
+        # Both copy streams wait for the value; the compute streams of neither device wait, and go on meanwhile.
         self.outgoing.wait_event(ready)
         to.incoming.wait_event(ready)
         for value in values:
@@ -336,10 +343,13 @@ class AcceleratorDeviceStreams:
         if self._arrived is not None:
             self.compute.wait_event(self._arrived)
         if drops:
+            # Freed memory may still be read by what the compute stream was given, so the incoming stream waits before
+            # it reuses it.
             self.incoming.wait_event(self.compute.record_event())
             for value in drops:
                 del self._copies[id(value)]
         with on_stream(self.incoming):
+            # These copies run while the current window computes; the next call makes the compute stream wait for them.
             for value in brings:
                 self._copies[id(value)] = (value, value.detach().to(self.device, non_blocking=True))
         self._arrived = self.incoming.record_event()
@@ -350,6 +360,8 @@ class AcceleratorDeviceStreams:
         Raises:
             HostMemoryError: the host has no memory for them.
         """
+        # Gradients of the previous window have been copied by now. Holding them until here keeps their memory from
+        # being reused while it is read.
         if self._leaving:
             self.compute.wait_event(self._left)
             self._leaving.clear()
@@ -381,6 +393,7 @@ class AcceleratorDeviceStreams:
         """Copy behind what the compute stream has been given. Memory on the device is the compute stream's own, held by
         the caller until that has waited for the copies."""
         stream = self.outgoing if to_host else self.incoming
+        # The value must have been computed (to the host) or its memory freed by its last reader (to the device).
         stream.wait_event(self.compute.record_event())
         with on_stream(stream):
             for source, target in pairs:

@@ -40,6 +40,7 @@ def donatable(module: fx.GraphModule, computed: Collection[int]) -> list[int]:
             with objects that are no tensors.
     """
     inputs = module.graph.find_nodes(op="placeholder")
+    # A donation pays only if some result has exactly this size: the compiler reuses whole buffers.
     made = {_bytes(node) for node in module.graph.nodes if node.op == "call_function" and not is_view(node)}
     return [
         position
@@ -55,6 +56,7 @@ def _bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return 0
+    # Views and tensors with an offset share memory with others.
     if not all(isinstance(size, int) for size in (*value.shape, *value.stride())) or value.storage_offset():
         return 0
     size = value.numel() * value.dtype.itemsize
@@ -83,6 +85,8 @@ def by_donation(
         dying = frozenset(position for position in positions if is_sole_reference(arguments, position))
         with compiling:
             if dying not in codes:
+                # After a few variants, the largest donation that is a subset of what dies here: always correct, if not
+                # the best.
                 if len(codes) >= _CODES:
                     dying = max((known for known in codes if known <= dying), key=len, default=frozenset())
                 if dying not in codes:

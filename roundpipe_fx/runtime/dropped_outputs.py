@@ -46,6 +46,7 @@ class DroppedOutputs:
         """Wrap the forward program."""
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
+            # Calls without a backward (evaluation under grad mode) would add up.
             results = run(arguments)
             if len(self._waiting) >= _MANY:  # of which many may never go backward
                 self._waiting = [references for references in self._waiting if _held_of([references])]
@@ -66,6 +67,7 @@ class DroppedOutputs:
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             if not graph_is_kept():  # else autograd holds what it has saved
+                # An output that the backward reads is among its arguments, whose references are counted instead.
                 # Calls are not told apart: an output of any call that waits is held.
                 waiting, self._waiting = self._waiting, []
                 held = _held_of(waiting)

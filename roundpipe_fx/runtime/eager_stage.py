@@ -62,6 +62,8 @@ def eager_stage(module: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]
     lines = [f"def {name}(args):"]
     if inputs:
         lines.append(f"    {', '.join(inputs)}, = args")
+    # The arguments are bound to names, then the list is cleared: each value's only reference is a name that is set to
+    # None at its last use.
     lines.append("    args.clear()")
     dying = dying_values(graph)
     for node in graph.nodes:
@@ -71,6 +73,7 @@ def eager_stage(module: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]
             lines.append(f"    return {names.text(node.args[0])}")
             continue
         if isinstance(node.target, BoxedCall):
+            # What dies with this call is freed inside the call, through the list that it gets.
             dead = [value for value in dying[node] if value is not node]
             lines.append(f"    args = {names.text(node.args[0])}{_freeing(dead)}")
             lines.append(f"    {node.name} = {names.of(node.target.call, 'compiled')}(args)")
@@ -78,6 +81,7 @@ def eager_stage(module: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]
             lines.append(f"    {node.name} = {_expression(node, module, names)}{_freeing(dying[node])}")
     text = "\n".join(lines) + "\n"
     filename = f"<roundpipe_fx {name} {next(_numbers)}>"
+    # `linecache` lets tracebacks and debuggers show the line of the generated function.
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     exec(compile(text, filename, "exec"), names.bound)
     function = names.bound.pop(name)
@@ -106,7 +110,9 @@ def _called(node: fx.Node) -> Callable[..., Any]:
     assert callable(node.target)
     values = tree_leaves(node.meta.get("val"))
     if node.target in (run_and_save_rng_state, run_with_rng_state) and any(
-        isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values
+        # Replayed random operations on an accelerator have to draw from the generator of the device that runs them.
+        isinstance(value, torch.Tensor) and value.device.type != "cpu"
+        for value in values
     ):
         return draws_on_own_device(node.target)
     return counted(node) if starts_collective(node.target) else without_wrapper(node.target)
@@ -126,6 +132,7 @@ class _Names:
 
     def of(self, value: Any, called: str) -> str:
         """The name of an object, derived from ``called``."""
+        # By identity: equal objects may differ in ways that `==` does not see (0.0 and -0.0, tensors).
         if id(value) not in self._known:
             plain = "".join(letter if letter.isalnum() else "_" for letter in called)
             tried = itertools.chain([plain], (f"{plain}_{number}" for number in itertools.count()))

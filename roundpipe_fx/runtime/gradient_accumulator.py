@@ -28,6 +28,8 @@ class GradientAccumulator:
         if owner not in self.tensors:
             self.give(owner, gradient, owned)
         elif owner in self._owned:
+            # In place only into memory that nobody else refers to: the first gradient may be a view of a stage's
+            # result.
             self.tensors[owner].add_(gradient)
         else:
             self.give(owner, self.tensors[owner] + gradient)
@@ -65,6 +67,7 @@ class GradientAccumulator:
         Args:
             to_caller: copies a tensor to the caller's device.
         """
+        # One at a time, so no more than one gradient exists twice.
         while self.tensors:
             owner, total = self.tensors.popitem()
             moved = to_caller(total)

@@ -33,6 +33,7 @@ def allocating_on_host(size: int, what: str, advice: str) -> Iterator[None]:
         HostMemoryError: the host has no memory for it.
     """
     try:
+        # The advice names what to do; the library's own message would only say that an allocation failed.
         yield
     except (RuntimeError, OSError) as error:
         if not _RAN_OUT.search(str(error)):
@@ -62,6 +63,7 @@ class HostBuffers:
         Raises:
             HostMemoryError: the host has no memory for it.
         """
+        # The last buffer given back is taken first: its pages are most likely mapped and cached.
         free = self._free.get(size)
         if free:
             return free.pop()

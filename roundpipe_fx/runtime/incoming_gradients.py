@@ -46,9 +46,12 @@ class Like:
         """A tensor of the output's shape, with its dimensions in memory in the order that the gradient was traced
         with."""
         stride = traced.stride()
+        # Symbolic strides: the order of the dimensions in memory is taken from the hints, and the sizes from this
+        # output.
         if not all(isinstance(step, int) for step in stride):
             hints = [torch_private.size_hint(step) for step in stride]
             steps, following = [0] * len(hints), 1
+            # From the innermost dimension outwards: each step is the product of the sizes inside.
             for dim in sorted(range(len(hints)), key=lambda dim: (hints[dim], -dim)):
                 steps[dim] = following
                 following *= max(output.shape[dim], 1)
@@ -67,10 +70,12 @@ def incoming_gradient(gradient: torch.Tensor | None, like: Like, strided: bool) 
         like: its sizes and strides.
         strided: whether strides matter: zeros are an expanded scalar otherwise.
     """
+    # No strides were asked for: one zero, expanded, is enough.
     if gradient is None and not strided:
         return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
     if gradient is not None and gradient.stride() == like.stride:
         return gradient
+    # An expanded gradient (of a mean) stays expanded: its stage is compiled for it.
     if gradient is not None and len(like.shape) and not any(like.stride):
         return gradient
     made = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
@@ -108,6 +113,7 @@ def returning(run: Boxed, outputs: int, traced: Sequence[tuple[int, torch.Tensor
 
     def call(arguments: list[Any]) -> tuple[Any, ...]:
         results = run(arguments)
+        # Weak: a dropped output must die. The identity alone could belong to another object by then.
         known = {id(value): weakref.ref(value) for value in results[:outputs] if isinstance(value, torch.Tensor)}
         likes = [Like.of(results[position], fake) for position, fake in traced] if traced is not None else None
         _thread.returned = _Returned(known, likes)
@@ -125,6 +131,7 @@ def leaving_out(run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any) -> Any:
+        # A nested call (a compiled function inside another) must not see the outer one's outputs.
         _thread.returned = None
         try:
             outputs = run(*args)
@@ -143,6 +150,7 @@ def _tell(outputs: Sequence[Any], returned: _Returned) -> None:
     for output in outputs:
         if not isinstance(output, torch.Tensor):
             continue
+        # A view of an output has the output's node behind it.
         for value in (output,) if output._base is None else (output, output._base):
             reference = returned.outputs.get(id(value))
             known = reference is not None and reference() is value
@@ -169,6 +177,7 @@ def receiving(run: Boxed, tangents: Mapping[int, bool]) -> Boxed:
     """
 
     def call(arguments: list[Any]) -> tuple[Any, ...]:
+        # Taken at once: the next backward in this thread may be another call's.
         likes, _thread.likes = _thread.likes, None
         for (position, strided), like in zip(tangents.items(), likes or (), strict=False):
             if arguments[position] is None:

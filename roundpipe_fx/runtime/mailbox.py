@@ -86,6 +86,7 @@ class Mailboxes:
 
     def send(self, device: int, instruction: Instruction, messages: list[Any]) -> None:
         """Wake the workers that wait for the messages."""
+        # In reverse, since `put` pops the last message: the list stays aligned with the sends.
         for peer, _ in reversed(instruction.sends):
             self._mailboxes[peer].put(instruction.action.step, instruction.action.microbatch, messages)
 

@@ -80,6 +80,7 @@ class PinnedGradients:
         self._free: dict[int, deque[_Pages]] = {}
         self._given: deque[_Pages] = deque()
         self._lent = 0
+        # Not at exit: CUDA's context may be gone by then, and the driver unpins memory anyway.
         weakref.finalize(self, _retire_all, self._free, self._given).atexit = False
 
     def settle(self) -> None:
@@ -88,6 +89,7 @@ class PinnedGradients:
         count = len(self._given)
         if count or self._lent:
             _synchronize()
+        # Only those that were given back before the wait: copies of later ones may still run.
         for _ in range(count):
             self._put(self._given.popleft())
 
@@ -98,12 +100,14 @@ class PinnedGradients:
             RuntimeError: as of :func:`pinned_empty`.
             OSError: as of :func:`pinned_empty`.
         """
+        # Empty tensors have no memory to register.
         if not gradient.numel():
             return torch.empty_like(gradient, device="cpu")
         like = torch.empty_like(gradient, device="meta")
         free = self._free.get(like.nbytes)
         if not free:
             # What a step gives back was there when it began, or no one else has seen it: settle has waited for readers.
+            # Sizes repeat from step to step, so after the first step nothing is registered any more.
             for _ in range(len(self._given)):
                 self._put(self._given.popleft())
             free = self._free.get(like.nbytes)
@@ -142,6 +146,7 @@ class _Pages:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
+        # Registering waits for the device, so pages that wait to be unregistered are done at the same time.
         _release_retired()
         self.size = size
         self.device = device
@@ -149,6 +154,7 @@ class _Pages:
         self._memory = mmap.mmap(-1, size)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         is_unknown = True
+        # From the call on until its result is known, CUDA may or may not know the address.
         try:
             with torch.cuda.device(device):
                 cudart = torch.cuda.cudart()
@@ -210,6 +216,7 @@ def _release_retired() -> None:
         _unregister(count)
 
 
+# The number is fixed beforehand: other threads may append meanwhile.
 def _unregister(count: int) -> None:
     for _ in range(count):
         try:
@@ -236,6 +243,7 @@ def _is_idle() -> bool:
     if not torch.cuda.is_initialized():
         return True
     try:
+        # Asking a stream during a capture would end the capture with an error.
         if torch.cuda.is_current_stream_capturing():
             return False
         return all(stream.query() for index in _indices_in_use() for stream in _streams_of(index))
@@ -266,6 +274,7 @@ def _indices_in_use() -> list[int]:
 
 def _forget_error(device: torch.device) -> None:
     """CUDA keeps a thread's last error, which the check after the next kernel would take for that kernel's."""
+    # A kernel is launched only to clear the error.
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)
 

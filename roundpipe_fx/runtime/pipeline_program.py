@@ -144,6 +144,7 @@ def instructions_of(
         [action for action in schedule.actions(device) if action.step in programs[action.microbatch].steps]
         for device in range(schedule.devices)
     ]
+    # Who runs which stage action of each microbatch, under this schedule.
     where: list[dict[StageAction, int]] = [{} for _ in programs]
     sequences: list[list[list[StageAction]]] = [[[] for _ in programs] for _ in orders]
     for device, order in enumerate(orders):
@@ -154,6 +155,7 @@ def instructions_of(
     for device in range(later.devices if later is not None else 0):
         for action in later.actions(device) if later is not None else ():
             where_later[action.microbatch][action.step] = device
+    # Microbatches with equal code and devices have equal instructions but for their number, so most are looked up.
     known: dict[tuple[object, ...], dict[StageAction, Instruction]] = {}
     made: list[list[Instruction]] = []
     for device, order in enumerate(orders):
@@ -203,6 +205,7 @@ class _Readers:
             sequence: the stage actions of this device, in order.
             where_later: by stage action of a later run, its device.
         """
+        # The sequence is in order, so the last assignment is the last reader.
         last: dict[int, StageAction] = {}
         for step in sequence:
             last.update(dict.fromkeys(_values(program.steps[step]), step))
@@ -213,6 +216,7 @@ class _Readers:
                 waiting.setdefault(source, set()).add(reading)
             for value in _values(program.steps[step]):
                 devices.setdefault(value, set()).add(reading)
+        # A later run (the backwards of a call whose forwards run now) may put a reader on another device.
         later_devices: dict[int, set[int]] = {}
         for step, reading in where_later.items():
             for value in _values(program.steps[step]) if step in program.steps else ():
@@ -255,12 +259,15 @@ def _of_microbatch(
     later = readers.later | gradients.keys() if left else readers.later
     instructions: dict[StageAction, Instruction] = {}
     received: set[StageAction] = set()
+    # Invariant: `received` holds what this device already got, so each message is received once, before its first
+    # reader.
     for step in sequence:
         code = program.steps[step]
         made = list(enumerate(code.outputs))
         gradients_here = (
             [(i, position) for i, number in made for position in gradients.get(number, ())] if not left else []
         )
+        # A stage that adds to a sum itself gets the sum as an argument; other gradients are added up by the worker.
         added = {source.index for source in code.inputs if source.kind == "sum"}
         arriving = [
             source
@@ -300,6 +307,7 @@ def last_uses(instructions: Sequence[Instruction], primals: Sequence[Sequence[An
     """For each instruction of a device, the primals that no later one reads, whose copies can be freed after it."""
     last: list[list[Any]] = []
     seen: set[int] = set()
+    # From the end: a primal that no later instruction has read dies behind this one.
     for instruction in reversed(instructions):
         inputs = primals[instruction.action.microbatch]
         read = {id(inputs[s.index]): inputs[s.index] for s in instruction.code.inputs if s.kind == "primal"}

@@ -60,6 +60,7 @@ def joined_spans(before: list[list[Span]], after: list[list[Span]]) -> list[list
     if not before:
         return after
     return [
+        # Two runs have two beginnings: spans of the second are measured from the first run's.
         [*first, *(dataclasses.replace(span, base=first[0].base) if first else span for span in then)]
         for first, then in zip(before, after, strict=True)
     ]
@@ -134,6 +135,7 @@ def run_pipeline(
         updates=updates,
         updating=updating,
     )
+    # What the caller has issued (its inputs, the optimizer's update) precedes what workers issue.
     for device_streams in workers.all_device_streams:
         device_streams.prepare(run.caller_device, workers.devices)
     workers.submit(run.work)
@@ -142,6 +144,8 @@ def run_pipeline(
         run.wait()
         interrupted = False
     except BaseException:
+        # An interrupt of the caller: workers may hold references to its tensors, so they are waited for before it goes
+        # on.
         run.stop()
         run.wait()
         raise
@@ -153,6 +157,7 @@ def run_pipeline(
             if on_host or (offloads and broken_off):  # else a step waits for its copies by itself
                 device_streams.synchronize_copies()
     try:
+        # Peers learn of the failure from the transport, or they would wait for messages for ever.
         run.transport.end_run(run.failure, run.outputs)
         if run.failure is not None:
             raise run.failure
@@ -202,6 +207,7 @@ class _PipelineRun:
         ]
         self._modes = active_dispatch_modes()
         self._buffer_versions = (
+            # Buffers that one microbatch updates and the next one reads: versions order the two without a global lock.
             BufferVersions(programs, primals) if any(program.mutations for program in programs) else None
         )
         self.transport = transport
@@ -210,10 +216,11 @@ class _PipelineRun:
         self._offloaded: list[dict[tuple[int, int], OffloadState]] = [{} for _ in workers.all_device_streams]
         self._left_gradients = _gradients_among(inherited, programs, primals)
         if inherited:
-            self._hand_out(inherited)
+            self._distribute_inherited(inherited)
         self.outputs: list[list[Any]] = [[None] * len(program.outputs) for program in programs]
         self._sums = [GradientAccumulator() for _ in workers.all_device_streams]
         self._on_host = on_host
+        # Copies of weights to the device, if the model is offloaded, by position of the instruction that they precede.
         self._prefetch_steps: list[Mapping[int, PrefetchStep]] = [
             prefetch_steps_of(of_device, primals, on_host) for of_device in instructions if on_host
         ]
@@ -228,7 +235,8 @@ class _PipelineRun:
         self._stopping = False
         self.failure: BaseException | None = None
 
-    def _hand_out(self, inherited: Sequence[dict[int, Any]]) -> None:
+    # The forwards' values were collected per microbatch; each device takes those that its own instructions read.
+    def _distribute_inherited(self, inherited: Sequence[dict[int, Any]]) -> None:
         for of_device, offloaded, instructions in zip(self._values, self._offloaded, self._instructions, strict=False):
             for instruction in instructions:
                 batch = instruction.action.microbatch
@@ -239,7 +247,8 @@ class _PipelineRun:
                     if isinstance(value, OffloadState):
                         offloaded[batch, source.index] = value
                     else:
-                        of_device[batch][source.index] = _Left(value)
+                        of_device[batch][source.index] = InheritedValue(value)
+        # The caller's dictionaries are emptied, so that a value dies with its last reader here.
         for values in inherited:
             values.clear()
 
@@ -261,7 +270,7 @@ class _PipelineRun:
         try:
             with dispatch_modes(self._modes), device_streams.running():
                 if device < len(self._instructions):
-                    self._go_through(device, device_streams)
+                    self._run_instructions(device, device_streams)
         except Stopped:
             self.stop()
         except BaseException as error:  # handed to the caller's thread
@@ -270,6 +279,7 @@ class _PipelineRun:
                     self.failure = error
             self.stop()
         finally:
+            # After a failure values are dropped at once: the traceback may keep this object alive for long.
             if self._stopping:
                 self._values[device] = [{} for _ in self._programs]
                 self.transport.abandon(device, self.failure)
@@ -277,7 +287,7 @@ class _PipelineRun:
                 self._running -= 1
                 self._done.notify_all()
 
-    def _go_through(self, device: int, device_streams: DeviceStreams) -> None:
+    def _run_instructions(self, device: int, device_streams: DeviceStreams) -> None:
         values, spans = self._values[device], self._spans[device]
         base = self._began if device_streams.device.type == "cpu" else device_streams.mark()
         instructions = self._instructions[device]
@@ -286,6 +296,8 @@ class _PipelineRun:
         prefetch_steps = self._prefetch_steps[device] if self._prefetch_steps else {}
         offloads = self._offloads[device] if self._offloads else {}
         offloading = ValueOffloading(offloads, values, device_streams, self._offloaded[device])
+        # Order within an iteration: values leave, weights are exchanged, values come back, messages arrive, the stage
+        # runs, results go. Plans simulate exactly this order.
         for position, (instruction, call, unread) in enumerate(
             zip(instructions, self._calls[device], done_with, strict=True)
         ):
@@ -302,6 +314,7 @@ class _PipelineRun:
             for step in instruction.receives:
                 of_batch.update(self.transport.receive(device, step, batch))
             code = instruction.code
+            # An optimizer may still be updating parameters of the last step, in its own thread.
             if self._updates is not None:
                 self._updates.wait_for(id(self._primals[batch][number]) for number in code.reads)
             if self._inherits:
@@ -311,10 +324,11 @@ class _PipelineRun:
             arguments = [
                 (of_batch.pop(source.index) if dies else of_batch[source.index])
                 if source.kind == "value"
-                else self._outside(source, batch, device, device_streams)
+                else self._load_external(source, batch, device, device_streams)
                 for source, dies in zip(code.inputs, instruction.dying, strict=True)
             ]
             start = device_streams.mark()
+            # The stage runs with the generator of its microbatch, whichever worker runs it.
             if code.random:
                 with drawing(self._streams[batch], device_streams.device):
                     results = call(arguments)
@@ -323,6 +337,8 @@ class _PipelineRun:
             if code.see is not None:
                 code.see(results)
             # Host tensors are freed between residency windows instead.
+            # Copies of the caller's tensors are freed behind their last reader on this device, not at the end of the
+            # step.
             for value in unread:
                 if id(value) not in self._on_host:
                     device_streams.drop(value)
@@ -332,7 +348,8 @@ class _PipelineRun:
             self.transport.send(device, instruction, messages)
             self.transport.accumulated(device, position, self._sums[device])
             if self._complete is not None and not self._on_host:
-                self._complete.passed(device, position + 1, self._sums[device].parts_of, lambda: _there)
+                self._complete.passed(device, position + 1, self._sums[device].parts_of, lambda: _already_on_host)
+        # Behind the last instruction: what leaves or comes back there belongs to a later run.
         offloading.leave(len(instructions))
         offloading.reload(len(instructions))
         offloading.leave_behind()
@@ -342,6 +359,7 @@ class _PipelineRun:
 
     def _prefetch(self, device: int, device_streams: DeviceStreams, prefetch_step: PrefetchStep, position: int) -> None:
         """Between two residency windows: offload gradients, free copies of host tensors and prefetch others."""
+        # What the window behind us has accumulated leaves now, and is copied while the next window computes.
         left = self._sums[device].remove(self._on_host)
         at_host = self._at_host[device]
         for owner, part in zip(left, device_streams.offload_gradients([*left.values()]), strict=True):
@@ -355,7 +373,9 @@ class _PipelineRun:
                 device_streams.gradients_arrive,
             )
         if self._updates is not None:
+            # Parameters that the optimizer still updates must not be copied to the device before that is over.
             self._updates.wait_for(id(value) for value in (*prefetch_step.first, *prefetch_step.ahead))
+        # The first window's tensors are copied alone, since it must wait for them; the next call makes it wait.
         if prefetch_step.first:
             device_streams.exchange((), prefetch_step.first)
         device_streams.exchange(prefetch_step.drops, prefetch_step.ahead)
@@ -367,15 +387,18 @@ class _PipelineRun:
         batch = instruction.action.microbatch
         messages = self.transport.pack(device, instruction, results)
         for position, number in instruction.kept:
+            # Values are kept under their numbers until the last reader on this device pops them.
             self._values[device][batch][number] = results[position]
         program = self._programs[batch]
         for position, output in instruction.results:
             value = device_streams.to_caller(results[position])
             self.outputs[batch][output] = value
+            # A buffer's new value: the next microbatch's readers, on any device, wait for this version.
             if output in program.mutations and self._buffer_versions is not None:
                 self._buffer_versions.write(
                     self._primals[batch][program.mutations[output]], batch, value, device_streams.ready()
                 )
+        # Sums of several microbatches: the accumulator adds in place from the second one on.
         for position, number in instruction.gradients:
             self._sums[device].add(self._owner(batch, number), results[position])
         for position, number in instruction.sums:
@@ -385,12 +408,13 @@ class _PipelineRun:
     def _owner(self, batch: int, number: int) -> int:
         return id(self._primals[batch][self._programs[batch].gradients[number].primal])
 
-    def _outside(self, source: Source, batch: int, device: int, device_streams: DeviceStreams) -> Any:
+    def _load_external(self, source: Source, batch: int, device: int, device_streams: DeviceStreams) -> Any:
         if source.kind == "tangent":
             return device_streams.to_device(self._tangents[batch][source.index])
         if source.kind == "token":
             return None
         if source.kind == "sum":
+            # The running sum is an argument that the stage writes to, so it leaves the accumulator for that time.
             return self._sums[device].take(self._owner(batch, source.index))
         value = self._primals[batch][source.index]
         if self._buffer_versions is not None and self._buffer_versions.is_state(value):
@@ -452,12 +476,12 @@ def _gradients_among(
 def _inherit(device_streams: DeviceStreams, values: dict[int, Any], sources: Sequence[Source]) -> None:
     """Make the values that an earlier run has left, and that are read now, available on this device."""
     read = {source.index: values[source.index] for source in sources if source.kind == "value"}
-    left = {number: value.value for number, value in read.items() if isinstance(value, _Left)}
+    left = {number: value.value for number, value in read.items() if isinstance(value, InheritedValue)}
     values.update(zip(left, device_streams.inherit([*left.values()]), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
+class InheritedValue:
     """A value that an earlier run has left, until it is read. It may be on another worker's device.
 
     Attributes:
@@ -467,7 +491,7 @@ class _Left:
     value: Any
 
 
-def _there() -> None:
+def _already_on_host() -> None:
     """Waits for gradients that are on the host."""
 
 

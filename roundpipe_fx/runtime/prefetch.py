@@ -64,6 +64,7 @@ def prefetch_steps_of(
     tensors: dict[int, torch.Tensor] = {}  # in the order in which they are read first
     reads: list[set[int]] = []
     for window in windows:
+        # What a window reads: parameters, and those whose views other stages hand on.
         resident_keys: set[int] = set()
         for instruction in (instructions[position] for position in window):
             values = primals[instruction.action.microbatch]
@@ -73,6 +74,7 @@ def prefetch_steps_of(
                     tensors[id(value)] = value
                     resident_keys.add(id(value))
         reads.append(resident_keys)
+    # Tensors are copied in the order in which they are first read.
     order = {key: position for position, key in enumerate(tensors)}
 
     def of(keys: Collection[int]) -> tuple[torch.Tensor, ...]:
@@ -81,7 +83,9 @@ def prefetch_steps_of(
     prefetch_steps: dict[int, PrefetchStep] = {}
     before: set[int] = set()
     for index, (window, there) in enumerate(zip(windows, resident(reads), strict=True)):
+        # A tensor that a plan lets stay is treated as if every window in between read it.
         there.update(key for stay in kept if stay.start <= window.start < stay.stop for key in stay.keys & before)
+        # Set differences between neighbouring windows: resident now but not before is copied, the reverse is freed.
         new = there - before
         first = set() if index else reads[0]
         prefetch_steps[window.start] = PrefetchStep(of(before - there), of(first), of(new - first))

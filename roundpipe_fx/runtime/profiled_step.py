@@ -56,6 +56,8 @@ class ProfiledStep:
         """Wrap the forward program so that it is profiled."""
 
         def see(memory: ProfiledMemory) -> None:
+            # Bytes that the forward leaves to the backward: measured, without outputs that the caller drops, with what
+            # lies outside the program.
             self._left = memory.left - self._released + self._outside
             self._see(memory.peak)
 
@@ -67,6 +69,7 @@ class ProfiledStep:
         def seer(arguments: list[Any]) -> Callable[[ProfiledMemory], None]:
             arrived = (arguments[position] for position in self._arriving)
             arriving = sum(value.untyped_storage().nbytes() for value in arrived if isinstance(value, torch.Tensor))
+            # The backward's peak is measured from its own start, so what was alive then is added.
             left = self._left
             return lambda memory: None if left is None else self._see(left + arriving + memory.peak)
 
@@ -85,6 +88,8 @@ class ProfiledStep:
             nonlocal runs, largest
             runs += 1
             sizes = [arguments[position] for position in planned]
+            # Only steps with larger inputs than before can have a higher peak, and only up to the sizes that were
+            # planned.
             grown = largest is None or any(size > known for size, known in zip(sizes, largest, strict=True))
             within = all(size <= most for size, most in zip(sizes, planned.values(), strict=True))
             if runs == 1 or not grown or not within or profiler_runs():

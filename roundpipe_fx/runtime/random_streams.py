@@ -45,6 +45,7 @@ def random_streams(device: torch.device, microbatches: int, first: int = 0) -> l
     streams = []
     for number in range(first, first + microbatches):
         if number:
+            # Seeds depend on the generator's state and on the number of the microbatch, not on how many there are.
             seed = int.from_bytes(hashlib.sha256(digest + number.to_bytes(8, "little")).digest()[:7], "little")
             streams.append(RandomStream(torch.Generator(device).manual_seed(seed).get_state()))
         else:
@@ -98,10 +99,12 @@ def _is_random(node: fx.Node, module: fx.GraphModule) -> bool:
 
 def _from_stream(operation: Callable[..., Any]) -> Callable[..., Any]:
     def from_stream(*args: Any, **kwargs: Any) -> Any:
+        # Outside of a step (tracing, a call of the module by itself) the process's generator is used.
         stream_and_device = getattr(_local, "stream_and_device", None)
         if stream_and_device is None:
             return operation(*args, **kwargs)
         stream, device = stream_and_device
+        # The generator belongs to the device: two workers must not swap its state at one time.
         with stream.lock, _lock(device):
             before = state_of(device)
             set_state(device, stream.state)

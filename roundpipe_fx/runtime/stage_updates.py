@@ -55,6 +55,7 @@ def check_optimizer(optimizer: Any) -> None:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+    # LBFGS: it needs a closure, so the backward cannot precede it.
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
@@ -97,11 +98,14 @@ class _Update:
         if not self.parts:
             return
         total, is_owned = self.parts[0]
+        # In the order of the parts, and in place only where the memory is the step's own: the bits of a sum depend on
+        # the order.
         for part, _ in self.parts[1:]:
             total, is_owned = (total.add_(part) if is_owned else total + part), True
         if self.before is not None:
             self.before.add_(total)
         elif is_owned and total.stride() == self.memory.stride():
+            # Autograd would keep such a gradient as it is, and copy any other one into the parameter's layout.
             self.before = total
         else:
             self.before = torch.empty_like(self.memory).copy_(total)
@@ -134,6 +138,7 @@ class StageUpdates:
 
     def _rest(self) -> None:
         """Wait for updates before the process is forked, so that the child's parameters are all updated or none is."""
+        # The updating thread itself may fork (a data loader); it cannot wait for itself.
         if threading.get_ident() != self._thread:
             for job in [*self._latest.values()]:
                 job.done.wait()
@@ -141,6 +146,7 @@ class StageUpdates:
     def _forget_thread(self) -> None:
         """In a process that was forked: the thread is the parent's, and so are updates that have begun since."""
         self._worker, self._waiting = None, []
+        # What the parent's thread had not finished at the fork is half done in the child.
         for job in (job for step in self._steps for job in step.jobs):
             is_over, job.done = job.done.is_set(), threading.Event()
             job.done.set()
@@ -165,9 +171,12 @@ class StageUpdates:
         self._steps.append(step)
         return step
 
+    # A stack, not a queue: the backward completes the last stages first, and the next forward reads the first stages
+    # first.
     def submit(self, job: _Job) -> None:
         """Start a job, once the thread has time for it. The last one comes first: the next forward reads it first."""
         keys = [id(update.parameter) for update in job.updates]
+        # Two updates of one parameter never run at a time: the earlier one is waited for.
         self.wait_for(keys)
         self._worker = self._worker or ThreadPoolExecutor(1, "roundpipe_fx optimizer")
         self._latest.update(dict.fromkeys(keys, job))
@@ -189,6 +198,7 @@ class StageUpdates:
         Raises:
             BaseException: raised by their update, or by one before it.
         """
+        # Workers call this before each action: only parameters that the action reads are waited for.
         for key in keys if self._latest else ():
             job = self._latest.get(key)
             if job is not None:
@@ -205,6 +215,7 @@ class StageUpdates:
         Returns:
             what an update has raised; it is returned once.
         """
+        # A step's own updates go on while those of the step before are waited for.
         over = [step for step in self._steps if step is not all_but]
         for job in (job for step in over for job in step.jobs):
             job.done.wait()
@@ -273,11 +284,13 @@ class StepUpdates:
         self.jobs: list[_Job] = []
         self._updates = updates
         self._optimizer = optimizer
+        # Hyperparameters are those of this moment: the user may change the learning rate before the updates have run.
         self._settings = [settings_of_group(group) for group in optimizer.param_groups]
         self._groups = {
             id(trained): index for index, group in enumerate(optimizer.param_groups) for trained in group["params"]
         }
         self._targets = targets
+        # `.grad` of before is set aside: the updates decide whether it is added, replaced or given back.
         self._before = {key: parameter.grad for key, (parameter, _) in targets.items()}
         for parameter, _ in targets.values():
             parameter.grad = None
@@ -301,6 +314,7 @@ class StepUpdates:
                 written to. Empty if there are none: a parameter is updated then if it had a gradient before.
             waits: functions that wait until the parts have arrived.
         """
+        # Parameters with no gradient at all are left out, as `optimizer.step()` leaves them out.
         begun = []
         for key, parts in gradients.items():
             parameter, target = self._targets[key]
@@ -328,6 +342,8 @@ class StepUpdates:
         for key, (parameter, _) in others.items():
             self._before[key] = parameter.grad
             parameter.grad = None
+        # Parameters outside of the pipeline (frozen in the graph, but in the optimizer with a gradient) are updated
+        # now.
         self._targets = {**self._targets, **others}
         self.submit({key: [] for key in [*self._before]})
         torch_private.note_optimizer_step(self._optimizer)
@@ -358,6 +374,7 @@ class StepUpdates:
         try:
             for wait in job.waits:
                 wait()
+            # The step was broken off: its gradients are dropped, those of before are given back.
             if not self._keep:
                 for update in updates:
                     update.parts = []
@@ -377,12 +394,16 @@ class StepUpdates:
 
     def _apply(self, updates: Sequence[_Update]) -> None:
         members: dict[int, list[nn.Parameter]] = {}
+        # A shadow optimizer of the same class with these parameters alone: its `step` is the user's optimizer's, and
+        # its state is moved in and out.
         shadows: list[tuple[_Update, nn.Parameter]] = []
         for update in updates:
             shadow = nn.Parameter(update.memory if update.target is update.parameter else update.target.detach())
             if update.target is update.parameter:
                 shadow.grad = update.before
             else:
+                # Optimizers over copies in another dtype (master weights): the gradient is converted, the result is
+                # copied back.
                 shadow.grad = update.target.grad
                 if update.before is not None:
                     moved = update.before.to(device=shadow.device, dtype=shadow.dtype)
@@ -393,6 +414,7 @@ class StepUpdates:
         part = type(self._optimizer)(groups)  # type: ignore[call-arg]
         state = self._optimizer.state
         for update, shadow in shadows:
+            # State is shared by reference: the shadow updates the user's `exp_avg` in place.
             if update.target in state:
                 part.state[shadow] = state[update.target]
         part.step()

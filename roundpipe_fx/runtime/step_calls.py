@@ -93,6 +93,7 @@ class StepCalls:
             nonlocal position
             inputs = tuple(map(_storage, arguments))
             with self._lock:
+                # A step is over if all its calls are; that is noticed when the next call begins.
                 self.report()
                 number = self._begin(graph, inputs, arguments)
             if number is None:
@@ -104,6 +105,8 @@ class StepCalls:
                     self._calls[number].over = True
                 raise
             outputs = tuple(map(_storage, results[: graph.outputs]))
+            # The token is the storage whose life stands for the call's: a saved value if there is one, else an output.
+            # Chosen once, since each call returns the same kinds of results.
             if position is None:
                 storages = tuple(map(_storage, results))
                 mine = [i for i, key in enumerate(storages) if key and key not in inputs]
@@ -122,6 +125,8 @@ class StepCalls:
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             with self._lock:
+                # The latest call of this graph whose token is among the arguments: several calls of one graph may wait
+                # for their backwards.
                 number = self._call_of(graph, arguments)
                 if self._calls and not self._is_backward:
                     self._is_backward = True
@@ -141,6 +146,7 @@ class StepCalls:
 
     def _expected(self) -> NotedStep:
         training = [number for number, call in enumerate(self._calls) if call.graph.training and not call.over]
+        # Backwards run in the reverse order of the forwards, as autograd runs them.
         backwards = [(event, n) for n in reversed(training) for event in (NotedEvent.BACKWARD, NotedEvent.FREED)]
         return NotedStep(tuple(_noted(self._calls)), (*self._events, *backwards))
 
@@ -150,6 +156,7 @@ class StepCalls:
         number = len(self._calls)
         new_input_bytes = 0
         if number:
+            # Inputs that earlier calls have read or returned are alive anyway; parameters too.
             known = {storage for call in self._calls for storage in (*call.inputs, *call.outputs)}
             sizes = {
                 key: min(value.untyped_storage().nbytes(), value.nbytes)
@@ -170,9 +177,12 @@ class StepCalls:
         call.token = weakref.ref(token, functools.partial(_token_freed, self, self._calls, number))
 
     def _token_freed(self, step: list[_Call], number: int) -> None:
+        # Called wherever the last reference dies: in the backward, in a garbage collection, in another thread.
         with self._lock:
             if step is not self._calls:
                 return
+            # Inside a backward, outputs may be freed right before the program of their own call runs, so the end is
+            # only noted.
             if step[number].returned and torch_private.in_backward():
                 step[number].ending = True
             else:
@@ -190,6 +200,7 @@ class StepCalls:
 
     def _went_back(self, number: int, retained: bool) -> None:
         call = self._calls[number]
+        # Autograd has freed the saved values when the program returns, unless the graph is retained.
         kept = retained or (not torch_private.in_backward() and not call.returned)
         # Others may free it later: threads of gloo hold what they communicate, and ranks would observe different steps.
         if not kept or call.token is None or call.token() is None:
@@ -220,6 +231,7 @@ class StepCalls:
 
     def _finish(self) -> None:
         """If no call is alive, report the step and start a new one."""
+        # Calls without a backward do not hold a step open.
         if not all(call.over for call in self._calls if call.graph.training):
             return
         calls, events = self._calls, self._events
@@ -237,6 +249,7 @@ def _noted(calls: Sequence[_Call]) -> list[NotedCall]:
     read = [set(call.inputs) for call in calls]
     noted = []
     for number, call in enumerate(calls):
+        # Consumed: all differentiated outputs are read by later calls, so the caller need not hold them.
         later = set().union(*read[number + 1 :])
         differentiated = [
             call.outputs[position] for position in call.graph.differentiated if position < len(call.outputs)

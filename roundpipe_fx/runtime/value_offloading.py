@@ -54,6 +54,8 @@ def offload_steps_of(
     steps_of_devices: list[Mapping[int, OffloadSteps]] = []
     for device, of_device in enumerate(instructions):
         present = {str(instruction.action) for instruction in of_device}
+        # Positions of the schedule, counted in this run's instructions: position p becomes the number of instructions
+        # before p.
         positions = [0, *accumulate(int(str(action) in present) for action in schedule.actions(device))]
         at_position: dict[int, dict[str, list[Offload]]] = {}
         turn = backward_start(schedule.orders[device], schedule)
@@ -82,6 +84,8 @@ def _in_run(offload: Offload, turn: int, kinds: Collection[ActionKind] | None) -
     if kinds is None:
         return names
     forwards = ActionKind.FORWARD in kinds
+    # An offload from one forward to another (or between two backwards) belongs to the run of that half; others are
+    # split between the two runs.
     if offload.back < turn or offload.leaves > turn:  # within one half
         return names if forwards == (offload.back < turn) else ()
     return names[:2] if forwards else names[2:]
@@ -135,6 +139,7 @@ class ValueOffloading:
         for offload in self._at(position).leaves:
             pairs = []
             for number, size in offload.values:
+                # Popped, so that the copy holds the only reference to the memory on the device.
                 value = self._values[offload.microbatch].pop(number)
                 memory = _memory_of(value)
                 buffer = self._buffers.take(max(size, memory.numel()))
@@ -146,6 +151,7 @@ class ValueOffloading:
     def reload(self, position: int) -> None:
         """Free what has left, and bring back what is needed; called last before an instruction."""
         steps = self._at(position)
+        # The compute stream waits for the copy to the host before the memory is reused.
         for offload in steps.freed:
             self._device_streams.wait_for_values(self._copied.pop(offload))
             for offloaded in self._of(offload):
@@ -153,6 +159,7 @@ class ValueOffloading:
         for offload in steps.reloads:
             pairs = []
             for offloaded in self._of(offload):
+                # Memory for the whole storage, as it left; the value's shape and strides are restored below.
                 offloaded.value = torch.empty(offloaded.size, dtype=torch.uint8, device=self._device_streams.device)
                 pairs.append((offloaded.buffer[: offloaded.size], offloaded.value))
             self._copied[offload] = self._device_streams.copy_values(pairs, to_host=False)

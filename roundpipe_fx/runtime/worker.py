@@ -43,6 +43,7 @@ class Workers:
     def _start_threads(self) -> None:
         devices = self.devices
         self._jobs: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in devices]
+        # Threads of PyTorch's operators: workers on the CPU share the cores, so each gets an equal part of them.
         cores = torch.get_num_threads()
         sharing = sum(device.type == "cpu" for device in devices)
         started = threading.Barrier(len(devices) + 1)
@@ -63,6 +64,7 @@ class Workers:
         self.close = weakref.finalize(self, _stop, self._jobs, threads)
 
     def _forget_threads(self) -> None:
+        # The threads do not exist in the child, so there is nothing to join; the next submit starts new ones.
         if self.close.alive:
             self.close.detach()
             self._jobs = []

@@ -44,6 +44,7 @@ def persistent(chain: Chain, limit: int, slots: int = 500) -> Sequence:
         raise ValueError(f"a memory limit of {limit} bytes is not positive.")
     slot = limit / slots if limit > slots else 1.0
     counted = chain.in_slots(slot)
+    # The chain's input lives for the whole step, and is not part of the dynamic program.
     memory = int(limit / slot) - counted.boundary[0]
     if memory > 0:
         solution = solve_chain(_for_planner(counted), memory, memory, max_ends=None)
@@ -57,6 +58,7 @@ def _for_planner(chain: Chain) -> SegmentChain:
     """The chain as the planner takes it: the loss is one more stage, and incoming gradients are resident."""
     n = chain.length
     stages = []
+    # One option per layer: keep x̄_{i+1}. Keeping only the input is `unsaved_options`; then the layer runs once more.
     for i in range(n):
         kept = chain.saved[i + 1]
         forward = kept + chain.forward_temporary[i]
@@ -74,6 +76,7 @@ def _for_planner(chain: Chain) -> SegmentChain:
     stages.append(ChainStage(seconds=0.0, forward=0, options=(loss,), unsaved_options=(loss,)))
     live_across = np.zeros((n + 1, n + 1), dtype=np.int64)
     for i in range(n + 1):
+        # live_across[i, k] is x_k alone: a chain has no skips.
         live_across[i, i + 1 :] = chain.boundary[i + 1 :]
     return SegmentChain(tuple(stages), live_across)
 
@@ -85,6 +88,8 @@ def _operations(decisions: list[Decision], n: int) -> list[SequenceOperation]:
     pending: list[tuple[int, int] | Backward] = [(0, n)]
     while pending:
         item = pending.pop()
+        # A stack of what is still to come: backwards of kept layers below, and the part of the chain that is decided
+        # next on top.
         if isinstance(item, Backward):
             operations.append(item)
             continue
@@ -98,6 +103,7 @@ def _operations(decisions: list[Decision], n: int) -> list[SequenceOperation]:
             operations.append(ForwardEnable(stage))
             pending += [Backward(stage), (stage + 1, last)]
         else:
+            # F_ck at the first layer of the run keeps its input; the layers behind it keep nothing.
             operations.append(ForwardCheck(stage))
             operations += [ForwardNograd(index) for index in range(stage + 1, decision.until)]
             pending += [(stage, decision.until - 1), (decision.until, last)]
@@ -118,6 +124,7 @@ def every_segment(chain: Chain, limit: int | None = None, slots: int = 500) -> S
 
 def periodic(chain: Chain, limit: int | None = None, slots: int = 500) -> Sequence:
     """√n segments save their input and are recomputed, all but the last (Chen et al., 2016)."""
+    # √n segments of √n layers: 2√n saved inputs at the peak, at the price of one more forward.
     count = max(round(math.sqrt(chain.length)), 1)
     return _in_segments(chain.length, chain.length // count, count - 1, "periodic", limit)
 

@@ -46,6 +46,7 @@ class Chain:
             if len(values) != length:
                 raise ValueError(f"Chain: {name} has {len(values)} entries; for {n} layers it must have {length}.")
             if any(value < 0 for value in values):
+                # The dataclass is frozen; sequences are normalized to tuples once, so that chains can be keys.
                 raise ValueError(f"Chain: {name} has a negative entry.")
             object.__setattr__(self, name, values)
 

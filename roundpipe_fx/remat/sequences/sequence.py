@@ -143,6 +143,7 @@ class Sequence(collections.abc.Sequence[SequenceOperation]):
             ValueError: an operation finds that something it needs is not there, or the chain's gradient is not what
                 is left in the end; names the operation.
         """
+        # A small interpreter: `live` holds what exists, by name (x, x̄, y) and layer.
         live = {("x", 0): chain.boundary[0]}
         most = live["x", 0]
         for position, operation in enumerate(self.operations):
@@ -150,6 +151,7 @@ class Sequence(collections.abc.Sequence[SequenceOperation]):
             most = max(most, sum(live.values()) + temporary)
             for item in dropped:
                 del live[item]
+        # A correct sequence frees everything but the gradient of the chain's input.
         if set(live) != {("y", 0)}:
             raise ValueError(
                 f"the sequence does not end with the gradient of its input alone, but with {sorted(live)}."
@@ -166,6 +168,7 @@ def _apply(operation: SequenceOperation, chain: Chain, live: dict[_Item, int], w
     index = n if isinstance(operation, Loss) else operation.index
     if not 0 <= index < n + isinstance(operation, Loss):
         raise ValueError(f"{what}: the chain has layers 0 to {n - 1}.")
+    # A layer's input is x_i, or inside x̄_i if the layer before it kept everything.
     entering = next((item for item in (("x", index), ("x̄", index)) if item in live), None)
     if entering is None:
         raise ValueError(f"{what}: its input x_{index} is not there.")
