@@ -66,6 +66,7 @@ def balance_offloaded_stages(
     training = any(backward_seconds)
     recomputing = [b + (f if recompute else 0.0) for f, b in zip(forward, backward_seconds, strict=True)]
     bring = [weights.size(numbers) / weights.bandwidth for numbers in weights.reads]
+    # Compute for all microbatches, plus the time in which the weights arrive (and, in the backward, gradients leave).
     ahead = [microbatches * f + b for f, b in zip(forward, bring, strict=True)]
     back = [microbatches * a + 2 * b for a, b in zip(recomputing, bring, strict=True)]
     tried_divisions = []
@@ -91,6 +92,8 @@ def residency_bytes(rounds: RoundPipePartition, devices: int, weights: Weights, 
     gradients = [weights.size(numbers) if training and slot >= fused else 0 for slot, numbers in enumerate(reads)]
     most = 0
     for slot, numbers in enumerate(reads):
+        # On a device: this slot's weights, the next one's that are copied meanwhile, and gradients of this slot and of
+        # the one before.
         following: frozenset[int] = reads[slot + devices] if slot + devices < len(reads) else frozenset()
         before = gradients[slot - devices] if slot >= devices else 0
         most = max(most, weights.size(numbers | following) + gradients[slot] + before)
@@ -115,6 +118,7 @@ def _seconds(
     total = longest = 0.0
     nothing: frozenset[int] = frozenset()
     for slot, (numbers, following) in enumerate(zip_longest(reads, reads[devices:], fillvalue=nothing)):
+        # Shared tensors (tied embeddings) that stay from one slot to the next are not copied again.
         comes = weights.size(following - numbers)
         goes = weights.size(numbers) if training and slot >= fused else 0
         total += max(microbatches * slots[slot], comes / weights.bandwidth, goes / weights.bandwidth)

@@ -35,6 +35,7 @@ def make_schedule(spec: ScheduleSpec, graph: StageGraph, costs: StepCosts, devic
         InvalidScheduleError: backwards are split though the specification says that they are not, or the reverse.
     """
     stages = 1 + max((stage for kind, stage in graph.steps if kind is ActionKind.FORWARD), default=0)
+    # Dispatched schedules are built from seconds, since slots are assigned to workers that become free.
     if spec.dispatches:
         slots = 1 + max((stage for _, stage in graph.steps), default=0)
         seconds = [0.0] * slots
@@ -44,6 +45,7 @@ def make_schedule(spec: ScheduleSpec, graph: StageGraph, costs: StepCosts, devic
         made = spec.build(devices, stages, microbatches, slots=slots, seconds=seconds, once=once)
     else:
         made = spec.build(devices, stages, microbatches)
+    # A user's schedule is for a fixed number of stages and may name halves that a stage does not have.
     if spec.stages is not None:
         return with_recompute(made.without_missing_halves(graph), graph)
     _check_halves(spec, made)
@@ -87,6 +89,7 @@ def with_recompute(schedule: Schedule, graph: StageGraph) -> Schedule:
     before = np.array([NUMBER[kind] << 20 | stage for stage, kind in first.items()], dtype=np.int32)
     orders = []
     for order in schedule.orders:
+        # Kind and stage as one number, compared for all actions at once.
         positions = np.flatnonzero(np.isin(order[:, 0] << 20 | order[:, 1], before))
         added = order[positions].copy()
         added[:, 0] = recompute
@@ -115,9 +118,11 @@ def with_transfers(schedule: Schedule, graph: StageGraph) -> list[list[Action]]:
             for source in graph.reads[action.step]:
                 peer = where.get((source, batch), device)
                 if peer != device and (source, batch) not in received:
+                    # A value is received once per device, before its first reader there.
                     received.add((source, batch))
                     actions.append(Action(ActionKind.RECEIVE, source[1], batch, source[0], peer))
             actions.append(action)
+            # Sent right behind its maker, to every device that reads it.
             peers = {where.get((reader, batch), device) for reader in readers.get(action.step, ())} - {device}
             actions += [Action(ActionKind.SEND, action.stage, batch, action.kind, peer) for peer in sorted(peers)]
         full.append(actions)

@@ -57,6 +57,7 @@ def offloads_within(
         return []
     may, must = offloads_at_distance(timing.schedule, costs, others, rule.distance)
     during = [sizes.astype(np.int64) for sizes in timing.action_bytes]
+    # What the user wants on the host leaves in any case, and makes room.
     for offload in must:
         during[offload.device][offload.freed : offload.reloads] -= offload.bytes
     if not rule.in_time:
@@ -98,9 +99,11 @@ def _cover(candidates: Sequence[Offload], left: np.ndarray, limit: int) -> list[
     latest_reload: list[tuple[int, int, int]] = []
     chosen: list[Offload] = []
     for position in range(len(left)):
+        # Sweep over positions: candidates become available once their memory is free. The heap is by the latest reload.
         while waiting and candidates[waiting[-1]].freed <= position:
             index = waiting.pop()
             heapq.heappush(latest_reload, (-candidates[index].reloads, -candidates[index].bytes, index))
+        # Belady: the one that stays away longest covers this position and most of what follows.
         while left[position] > limit and latest_reload and -latest_reload[0][0] > position:
             offload = candidates[heapq.heappop(latest_reload)[2]]
             left[offload.freed : offload.reloads] -= offload.bytes
@@ -130,6 +133,7 @@ class _Outgoing:
         self._free = self._copied(offload)
 
     def _copied(self, offload: Offload) -> float:
+        # Behind the last copy, and behind the action that makes the value.
         """Seconds at which a value would be on the host."""
         return max(self._free, float(self._ends[offload.leaves - 1])) + offload.bytes / self._bandwidth
 
@@ -163,11 +167,13 @@ def _cover_in_time(
             if not may_stay:
                 link.send(offload)
             elif (left[offload.freed : offload.reloads] > limit).any():
+                # Only values whose absence covers a position over the limit are worth a copy.
                 if link.is_in_time(offload):
                     send(offload)
                 else:
                     heapq.heappush(late, (-offload.reloads, -offload.bytes, index))
         if left[position] > limit:
+            # The limit cannot be met in time: late copies are sent too, those that stay away longest first.
             not_yet = []
             while left[position] > limit and late and -late[0][0] > position:
                 item = heapq.heappop(late)
@@ -183,6 +189,7 @@ def _cover_in_time(
 def _without_superfluous(chosen: Sequence[Offload], left: np.ndarray, limit: int) -> list[Offload]:
     """Offloads without those that may stay: no position within the limit leaves it, and none above it rises."""
     needed = []
+    # Shortest absence first: it is the one most likely covered by others.
     for offload in sorted(chosen, key=lambda offload: offload.reloads - offload.freed):
         during_absence = left[offload.freed : offload.reloads]
         if (during_absence + offload.bytes <= limit).all():

@@ -66,7 +66,7 @@ def aligned_bytes(size: int) -> int:
 
 
 def reduced_together(sizes: Sequence[int], sharded: bool) -> list[list[int]]:
-    """Which tensors of a stage travel as one: the places of each group, in order.
+    """Which tensors of a stage travel as one: the positions of each group, in order.
 
     Args:
         sizes: bytes of each tensor.
@@ -77,6 +77,8 @@ def reduced_together(sizes: Sequence[int], sharded: bool) -> list[list[int]]:
     current: list[int] = []
     held = 0
     for position, size in enumerate(sizes):
+        # Large tensors travel alone. Others fill a group up to the limit; sharded ones have no limit, since a part of
+        # each is small.
         if size >= small:
             groups.append([position])
             continue
@@ -133,6 +135,7 @@ def buckets_of(steps: Sequence[StageAction], gradients: _Sizes, late: Collection
                 last[number], sizes[number] = position, size
                 stage[number] = min(stage.get(number, step[1]), step[1])
     buckets: list[Bucket] = []
+    # The order of the buckets is that of the stages from the last one: the same on all replicas.
     for of_stage in sorted(set(stage.values()), reverse=True):
         of_bucket = {number: size for number, size in sizes.items() if stage[number] == of_stage}
         before = buckets[-1].position if buckets else 0
@@ -161,6 +164,8 @@ class ReplicaLink:
             lengths: number of actions of each device.
         """
         self._waits = parallel.sharded
+        # One row per action: whether a window begins, seconds of its own gathers, of those ahead, of reductions started
+        # behind the action before.
         rows = [np.zeros((length + 1, 4)) for length in lengths]
         for table, of_gathers, of_buckets in zip(rows, gathers, buckets, strict=True):
             for gather in of_gathers:
@@ -187,10 +192,12 @@ class ReplicaLink:
         """
         begins, first, ahead, reduced = self._table[positions].T
         free, ready = self._free[devices], np.zeros(len(devices))
+        # Sharded buckets wait for each other, so that no more than two are whole at one time.
         if self._waits:  # for the bucket before the one that is started
             ready = np.where(reduced > 0, self._reduced[devices], ready)
         free = np.where(reduced > 0, np.maximum(free, np.maximum(clock, ready)) + reduced, free)
         self._reduced[devices] = np.where(reduced > 0, free, self._reduced[devices])
+        # All collectives of a device share one queue (`free`), in the order in which they are issued.
         free = np.where(first > 0, np.maximum(free, clock) + first, free)
         gathered = np.where(first > 0, free, self._gathered[devices])
         ready = np.where(begins > 0, np.maximum(ready, gathered), ready)

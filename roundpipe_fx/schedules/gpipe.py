@@ -18,6 +18,10 @@ def gpipe(devices: int, stages: int, microbatches: int) -> Schedule:
     """The GPipe schedule. Each device has consecutive stages, divided as evenly as possible."""
     orders = []
     for device in range(devices):
+        # Three devices, three microbatches:
+        #     0: F0.0 F0.1 F0.2 B0.0 B0.1 B0.2
+        #     1: F1.0 F1.1 F1.2 B1.0 B1.1 B1.2
+        #     2: F2.0 F2.1 F2.2 B2.0 B2.1 B2.2
         stages_here = run_of(device, devices, stages)
         orders.append(
             np.concatenate(

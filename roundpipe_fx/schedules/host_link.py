@@ -81,8 +81,11 @@ class HostLink:
             offloads: values that are on the host for a while.
         """
         self._windows, self._bandwidth = windows, bandwidth
+        # One row per action: whether a window begins, seconds of its own first copy, of the next window's, and of the
+        # gradients that leave.
         rows = [np.zeros((length, 4)) for length in lengths]
         for of_device, table in zip(windows, rows, strict=True):
+            # Gradients of a window leave at the beginning of the next one.
             left = 0
             for window in of_device:
                 table[window.positions.start] = [1, window.first, window.prefetched, left]
@@ -95,6 +98,7 @@ class HostLink:
         self._last = np.array(
             [sum(of_device[-1].gradients.values()) / bandwidth if of_device else 0.0 for of_device in windows]
         )
+        # State per device, since the links of different devices are independent.
         count = len(lengths)
         self._incoming, self._outgoing = np.zeros(count), np.zeros(count)
         """By device, when the copies that were issued so far will have ended."""
@@ -119,6 +123,7 @@ class HostLink:
             positions: positions of the actions among those of all devices.
             clock: seconds at which the devices have finished their previous actions.
         """
+        # Values leave before the window's copies are issued, as the worker does it.
         if self._values:
             for device, position, now in zip(devices.tolist(), positions.tolist(), clock.tolist(), strict=True):
                 self._leave(device, position, now)
@@ -147,6 +152,7 @@ class HostLink:
 
     def _leave(self, device: int, position: int, now: float) -> None:
         """Issue the copies of values that leave before an action."""
+        # Copies to the host queue behind each other, and behind the action that made the value.
         for number in self._values[position].leaves if position in self._values else ():
             start = max(float(self._outgoing[device]), now)
             self._outgoing[device] = self._copied[number] = start + self._seconds[number]
@@ -157,6 +163,7 @@ class HostLink:
         copies = self._values.get(position)
         if copies is None:
             return now
+        # Memory is reused only when the copy has ended, so the device waits here.
         now = max([now, *(self._copied[number] for number in copies.freed)])
         for number in copies.reloads:
             start = max(float(self._incoming[device]), now)

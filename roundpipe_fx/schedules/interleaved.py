@@ -22,9 +22,14 @@ def interleaved(devices: int, stages: int, microbatches: int) -> Schedule:
     all_stages = -(-stages // devices) * devices
     orders = []
     for device in range(devices):
+        # Two devices, four stages, four microbatches, in groups of two:
+        #     0: F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3
+        #     1: F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3
         stages_here = list(range(device, all_stages, devices))
         forward = _grouped(ActionKind.FORWARD, stages_here, devices, whole)
         backward = _grouped(ActionKind.BACKWARD, stages_here[::-1], devices, whole)
+        # Forwards ahead of the first backward: two for each later device, and a whole group for each further stage of
+        # this one (Narayanan et al., section 2.2).
         ahead = min(2 * (devices - 1 - device) + (len(stages_here) - 1) * devices, len(forward))
         steady = len(forward) - ahead
         order = np.concatenate([forward[:ahead], pairs(forward[ahead:], backward[:steady], 1), backward[steady:]])

@@ -78,6 +78,8 @@ def peaks_of(
     memory = _Memory(schedule, codes, steps, costs, others)
     clocks = None
     if any(variant.held for variant in memory.variants) and len(codes) > 1 and schedule.size <= _MOST_EXACT:
+        # Without values between devices, or with too many actions, the simulated end of an action stands for its
+        # arrival.
         clocks = vector_clocks(schedule, codes, waves, reads, memory.positions)
 
     def arrival(device: int, at: np.ndarray, other: int) -> np.ndarray:
@@ -107,6 +109,7 @@ def weights_of_devices(schedule: Schedule, costs: StepCosts, trained: bool = Fal
     sharded = costs.sharded
     rows = {} if sharded is None else {key: size // sharded.replicas for key, size in sharded.whole_bytes.items()}
     sizes: list[dict[int, int]] = []
+    # A tensor that several actions of a device read is there once: sizes are keyed by tensor.
     for device in range(schedule.devices):
         steps = {(action.kind, action.stage) for action in schedule.actions(device)}
         read = [costs.copied_bytes.get(step, {}).items() for step in steps]
@@ -136,6 +139,7 @@ class _Memory:
         self.variants = list({id(variant): variant for variant in (costs, *others.values())}.values())
         self._variant_of = np.zeros(max(schedule.microbatches, 1), dtype=np.intp)
         """By microbatch, which of the variants it has."""
+        # Microbatches of the usual size have variant 0.
         for batch, of_batch in others.items():
             self._variant_of[batch] = next(i for i, variant in enumerate(self.variants) if variant is of_batch)
         self._peak = self._table(lambda variant, step: variant.peak_bytes.get(step, 0))
@@ -181,6 +185,7 @@ class _Memory:
             arrival: of a device, positions there, and another device: the first positions there at which the results
                 can have arrived.
         """
+        # Vectorized over microbatches: one value, one maker, one device at a time, for all microbatches of a variant.
         for which, variant in enumerate(self.variants):
             for held in variant.held:
                 readers = [self._number[reader] for reader in held.readers]
@@ -203,6 +208,7 @@ class _Memory:
     ) -> None:
         """A value that a device makes at some positions, for some microbatches, and others read."""
         until = self.positions.last(device, readers, batches)
+        # An output stays on its maker's device to the end of the step.
         if held.lasts:
             self._enter_parts(held, device, until)
             until = np.full(len(at), len(self._codes[device]))
@@ -219,6 +225,8 @@ class _Memory:
 
     def _enter_parts(self, held: Held, device: int, read_until: np.ndarray) -> None:
         """Parts of an output that a backward reads: they stay when the output has been put together from them."""
+        # Parts of an output and the output coexist only where the loss is outside and several microbatches were
+        # concatenated.
         if not self._schedule.forwards_before_backwards or self._schedule.microbatches < 2:
             return
         turn = backward_start(self._schedule.orders[device], self._schedule)
@@ -235,6 +243,8 @@ class _Memory:
         microbatches = self._schedule.microbatches
         for which, by_owner in enumerate(self._of_inputs):
             batches = np.flatnonzero(self._variant_of[:microbatches] == which)
+            # The first action that adds allocates the gradient; the microbatch's gradient then stays, since all are
+            # concatenated at the end.
             makers_of = self.variants[which].input_gradient_bytes
             for device, change in enumerate(self._changes):
                 for owner, size in by_owner.items():
@@ -244,6 +254,7 @@ class _Memory:
 
     def enter_offloads(self, offloads: Sequence[Offload]) -> None:
         """Values that are on the host: absent from their device once they are freed, until they are reloaded."""
+        # Negative first: the bytes are missing between being freed and being reloaded.
         for offload in offloads:
             self._changes[offload.device][offload.freed] -= offload.bytes
             self._changes[offload.device][offload.reloads] += offload.bytes
@@ -266,6 +277,7 @@ class _Memory:
     def peak(self, device: int, windows: Sequence[ResidencyWindow]) -> tuple[int, np.ndarray]:
         """Peak bytes of a device, whose values and gradients of inputs have been entered; and those of its actions."""
         change, codes = self._changes[device], self._codes[device]
+        # The order matters: parameter gradients depend on windows, and the turn needs the levels entered so far.
         first = self._enter_parameter_gradients(device, windows)
         _add_windows(change, windows)
         outside = self._enter_turn(device)
@@ -294,6 +306,7 @@ class _Memory:
         for part in [window.positions for window in windows] or [range(len(codes))]:
             present, first = np.unique(codes[part.start : part.stop], return_index=True)
             firsts.append(first + part.start)
+            # Within a window each parameter's gradient is allocated once, by the first action that adds to it.
             known: set[int] = set()
             for position, code in sorted(zip(firsts[-1].tolist(), present.tolist(), strict=True)):
                 base = self.variants[variant_at[position]].base_bytes.get(self._steps[code], {})
@@ -313,6 +326,8 @@ class _Memory:
         outside, is_callers = 0, self._is_callers(device)
         # Outputs of other devices arrive at the caller's, where the loss is computed.
         if is_callers and (costs.remote or half_and_half):
+            # Parts of outputs that other devices computed arrive, then all parts are concatenated (`merged`), then the
+            # loss runs.
             change[turn] += self._outputs - self._outputs_made[device]
         if is_callers and half_and_half:
             change[turn] += self._merged - self._outputs
@@ -342,6 +357,7 @@ class _Memory:
         whole = not self._schedule.forwards_before_backwards
         merged = self._merged if whole and self._schedule.microbatches > 1 else 0
         arrived = self._outputs - self._outputs_made[device] if whole and self._costs.outputs_everywhere else 0
+        # A rank gets gradients of stages it does not run, since every replica of a dispatched model has all parameters.
         if self._costs.gradients_everywhere:
             codes = set(self._codes[device].tolist())
             steps = [self._steps[code] for code in codes]
@@ -359,6 +375,7 @@ class _Memory:
         put_together = 0  # inputs are concatenated one after another, and their parts freed
         if len(variants) > 1:
             put_together = sum(max(self._of_inputs[which].values(), default=0) for which in variants)
+        # One device, or processes: everything is on the device already, and the level at the end counts it.
         if not self._costs.remote or self._costs.on_host is not None:
             return int(levels[len(self._codes[device])]) + arrived + max(put_together, merged)
         gradients = {
@@ -391,6 +408,7 @@ def _copies(order: np.ndarray, codes: np.ndarray, steps: Sequence[StageAction], 
             if tensor in (costs.on_host or ()):
                 continue
             sizes[tensor] = size
+            # A parameter is copied once; an input that each microbatch has for itself, once per microbatch.
             batches.setdefault(tensor, set()).add(0 if tensor in costs.parameters else batch)
     return sum(size * len(batches[tensor]) for tensor, size in sizes.items())
 
@@ -400,5 +418,6 @@ def _add_windows(change: np.ndarray, windows: Sequence[ResidencyWindow]) -> None
     for window in windows:
         change[window.positions.start] += window.resident
         change[window.positions.stop] -= window.resident
+    # Gradients of a window leave during the next one, and their memory is free behind that.
     for window, following in pairwise(windows):
         change[following.positions.stop] -= sum(window.gradients.values())

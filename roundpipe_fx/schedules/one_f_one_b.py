@@ -18,6 +18,11 @@ def one_f_one_b(devices: int, stages: int, microbatches: int) -> Schedule:
     """The 1F1B schedule. Each device has consecutive stages, divided as evenly as possible."""
     orders = []
     for device in range(devices):
+        # Three devices, four microbatches:
+        #     0: F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3
+        #     1: F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3
+        #     2: F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 F2.3 B2.3
+        # Device d runs p - 1 - d forwards ahead, then one forward and one backward in turn, then the rest.
         stages_here = run_of(device, devices, stages)
         ahead = min(microbatches, devices - 1 - device)
         forward = block_of(ActionKind.FORWARD, stages_here, microbatches)

@@ -31,6 +31,8 @@ def run_costs(seconds: Sequence[float], entry_seconds: Sequence[float] | None = 
     """
     size = len(seconds)
     total = torch.zeros(size + 1, dtype=torch.float64)
+    # With seconds [3, 1, 2]: total = [0, 3, 4, 6] and costs[i, j] = total[j] - total[i]
+    #     costs = [[0, 3, 4, 6], [·, 0, 1, 3], [·, ·, 0, 2]]
     total[1:] = torch.tensor(seconds, dtype=torch.float64).cumsum(0)
     costs = total[None, :] - total[:size, None]
     if entry_seconds is not None:
@@ -50,6 +52,7 @@ def add_stage(best: torch.Tensor, costs: torch.Tensor) -> torch.Tensor:
         ``best`` for partitions into one more stage.
     """
     count = costs.shape[0]
+    # best'[j] = min over i of max(best[i], costs[i, j]): i is where the new stage begins.
     return torch.maximum(best[:count, None], costs).amin(0)
 
 
@@ -65,6 +68,8 @@ def partition(costs: torch.Tensor, entry_bytes: list[int], stages: int) -> list[
     """
     count = costs.shape[0]
     best = costs[0]
+    # First the smallest possible slowest stage, then, among the partitions that reach it, the fewest bytes across the
+    # cuts.
     for _ in range(stages - 1):
         best = add_stage(best, costs)
     slowest = best[count]
@@ -76,6 +81,7 @@ def partition(costs: torch.Tensor, entry_bytes: list[int], stages: int) -> list[
         cheapest, choice = (cheapest[:count, None] + entering[:, None] + allowed).min(0)
         choices.append(choice)
     starts = []
+    # Walk back through the choices from the end of the chain.
     end = count
     for choice in reversed(choices):
         end = int(choice[end])

@@ -45,6 +45,7 @@ def dispatch(devices: int, seconds: Sequence[float], microbatches: int, once: bo
         seconds: of each slot, for one microbatch.
         once: whether each slot is assigned once, for all microbatches, because its parameters are copied for it.
     """
+    # Offloaded: one group, one worker per slot, so each slot's weights are copied once.
     if once:
         return _by_groups(devices, seconds, microbatches, 1, 1)
     most = max(1, microbatches // min(devices, microbatches)) if microbatches else 1
@@ -59,6 +60,7 @@ def dispatch(devices: int, seconds: Sequence[float], microbatches: int, once: bo
 
 def _by_groups(devices: int, seconds: Sequence[float], microbatches: int, groups: int, sharing: int) -> Dispatch:
     average = sum(seconds) / len(seconds)
+    # A slot of three times the average is shared by three workers, up to the limit.
     workers_of = [min(sharing, max(1, round(took / average))) if average else 1 for took in seconds]
     free = [0.0] * devices
     runs: list[tuple[int, range, int]] = []
@@ -68,9 +70,12 @@ def _by_groups(devices: int, seconds: Sequence[float], microbatches: int, groups
         ready = [0.0] * (end - start)
         for slot, took in enumerate(seconds):
             first = ready[0]
+            # The worker that is free first; among equals the next one in turn, so that stages go round.
             order = sorted(range(devices), key=lambda device: (max(free[device], first), (device - turn) % devices))
             chosen = order[: min(workers_of[slot], end - start)]
             turn = (chosen[-1] + 1) % devices
+            # Microbatches of the group alternate between the workers that share the slot. `ready` is when each may go
+            # on.
             for index, arrival in enumerate(ready):
                 worker = chosen[index % len(chosen)]
                 clock = free[worker]

@@ -62,6 +62,7 @@ def balance_roundpipe_stages(
         recompute: whether backward slots run the forward again.
     """
     forward, backward = list(forward_seconds), list(backward_seconds)
+    # A backward slot recomputes its segments; the fused one does not.
     recomputing = [b + (f if recompute else 0.0) for f, b in zip(forward, backward, strict=True)]
     hopeful = sorted(
         (
@@ -83,6 +84,7 @@ def balance_roundpipe_stages(
 
 def _promising(hopeful: Sequence[RoundPipePartition], microbatches: int) -> Iterator[RoundPipePartition]:
     actions = 0
+    # Enough partitions, and enough actions: partitions of few slots are cheap to simulate, so more of them are.
     for count, tried in enumerate(hopeful):
         actions += tried.slots * microbatches
         if count >= _DISPATCHED and actions > _DISPATCHED_ACTIONS:
@@ -115,6 +117,7 @@ def is_spread(tried: RoundPipePartition, slots: list[float], devices: int) -> bo
 
     Otherwise a single device would get what no device has memory for, since the fused slot recomputes nothing.
     """
+    # A single fused segment cannot be divided further: only the number of slots counts.
     if tried.fused[0] == tried.fused[1]:
         return tried.slots >= min(devices, 1 + 2 * tried.fused[0])
     fused = len(tried.forward)
@@ -126,6 +129,7 @@ def _divisions(forward: list[float], recomputing: list[float], devices: int) -> 
     count = len(forward)
     most = _SLOTS_A_DEVICE * devices
     divide = divider(forward, recomputing)
+    # The fused slot ends with the last segment and begins at one of the last few.
     for first in range(count - 1, max(-1, count - 1 - FUSED), -1):
         # Everything is fused: one slot, without a forward or a backward of its own.
         if not first:
@@ -154,6 +158,7 @@ def divider(
 
     @functools.cache
     def back(first: int, slots: int) -> tuple[tuple[int, int], ...]:
+        # The backward runs from the last segment: divided in reverse, then mirrored.
         return tuple((first - 1 - b, first - 1 - a) for a, b in even_runs(backward_seconds[:first][::-1], slots))
 
     def divide(first: int, ahead_slots: int, back_slots: int) -> RoundPipePartition:
@@ -165,4 +170,5 @@ def divider(
 
 def _estimate(slots: list[float], devices: int, microbatches: int) -> float:
     """Estimated seconds of a step in which all workers are busy except at its start and end."""
+    # Work shared by all devices, plus the pipeline's ramp of (p - 1) times the longest slot.
     return microbatches * sum(slots) / devices + (devices - 1) * max(slots)

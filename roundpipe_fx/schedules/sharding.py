@@ -81,6 +81,7 @@ class DeviceOrder:
 def _windows(order: DeviceOrder, costs: ShardedCosts) -> Iterator[list[tuple[range, set[int], set[int]]]]:
     """For each half of a step, its residency windows: positions, parameters that are read, and those that are there."""
     stages = np.array([stage for _, stage in order.steps], dtype=np.int64)
+    # Forwards and backwards that are two runs keep nothing from one to the other: each half is looked at by itself.
     for start, end in ((0, order.turn), (order.turn, len(stages))):
         positions = [range(part.start + start, part.stop + start) for part in window_ranges(stages[start:end])]
         steps = [{order.steps[position] for position in window} for window in positions]
@@ -92,6 +93,7 @@ def gaps_of(order: DeviceOrder, costs: ShardedCosts) -> list[KeptGathered]:
     """All that may stay gathered on a device: what is dropped and gathered again within a half of a step."""
     numbers_of_gap: dict[tuple[int, int, int], list[int]] = {}
     for windows in _windows(order, costs):
+        # By parameter, the position behind its last window.
         left: dict[int, int] = {}
         for index, (positions, reads, there) in enumerate(windows):
             # What is prefetched for the next window is there one window before it is read.
@@ -127,6 +129,7 @@ def choose_kept(gaps: Sequence[KeptGathered], action_bytes: Sequence[np.ndarray]
     chosen = []
     for gap in sorted(gaps, key=lambda gap: (gap.regathered - gap.dropped, -gap.bytes, gap.device, gap.dropped)):
         # Short gaps first: each saves one gather however long it is, and takes memory for as long as it lasts.
+        # `spare` is a view: taking from it lowers what is left for later choices.
         spare = left[gap.device][gap.dropped : gap.regathered]
         if (spare >= gap.bytes).all():
             spare -= gap.bytes
@@ -148,9 +151,11 @@ def gathers_of(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptGathe
         before: set[int] = set()
         staying: list[KeptGathered] = []
         for index, (positions, reads, there) in enumerate(windows):
+            # A gap that is kept ends before the window at which it would have been gathered again.
             staying = [gap for gap in (*staying, *dropped.get(positions.start, ())) if gap.regathered > positions.start]
             there = there | {number for gap in staying for number in gap.parameters}
             first = set() if index else reads
+            # Three disjoint parts: there already, read now (waited for), read next (prefetched).
             parts = (sorted(first), sorted(there - before - first))
             gathers.append(
                 Gather(positions.start, *(tuple(costs.whole_bytes[number] for number in part) for part in parts))
@@ -189,6 +194,7 @@ def sharded_changes(
             size = sum(costs.whole_bytes[number] for number in there)
             change[positions.start] += size
             change[positions.stop] -= size
+    # Kept parameters are there in the gap as well.
     for gap in kept:
         change[gap.dropped] += gap.bytes
         change[gap.regathered] -= gap.bytes
@@ -199,6 +205,7 @@ def sharded_changes(
     buckets = buckets_of(order.steps, shared, late)
     for index, bucket in enumerate(buckets):
         whole = sum(costs.whole_bytes[number] for number in bucket.sizes)
+        # Reducing takes the padding, and this replica's rows, beside the whole gradients; the rows stay.
         change[bucket.position + 1] += whole - sum(bucket.sizes.values()) + whole // costs.replicas
         if index + 1 < len(buckets):  # the last one is waited for at the end
             change[buckets[index + 1].position + 1] -= whole
@@ -217,6 +224,7 @@ def late_gradients(orders: Sequence[DeviceOrder], gradients: Mapping[StageAction
         for order in orders
         for number in {number for step in set(order.steps) for number in gradients.get(step, ())}
     )
+    # A forward's gradients are those of inputs that the forward returns: they are not part of any bucket.
     early = {number for (kind, _), of_step in gradients.items() if kind is ActionKind.FORWARD for number in of_step}
     return early | {number for number, devices in adding.items() if devices > 1}
 

@@ -79,6 +79,7 @@ class Schedule:
         Raises:
             ValueError: the text contains something that is not an action.
         """
+        # The device's number in front of a line may be left out.
         lines = [line.split(":", 1)[-1] if line.split(":", 1)[0].strip().isdigit() else line for line in _lines(text)]
         return cls.of(name, [[Action.parse(word) for word in line.split()] for line in lines])
 
@@ -159,6 +160,7 @@ class Schedule:
             the copy.
         """
         forward, backward = self.only(ActionKind.FORWARD), self.only(*KINDS[1:])
+        # Pairwise concatenation keeps each device's order within the halves.
         orders = tuple(np.concatenate(pair) for pair in zip(forward.orders, backward.orders, strict=True))
         return Schedule(self.name, orders, True)
 

@@ -140,6 +140,7 @@ def simulate_time(
         gathers = costs.gathers(schedule, kept)
         replicas = ReplicaLink(costs.data_parallel, gathers, costs.buckets(schedule), lengths)
     if costs.network is not None:
+        # With nodes, the seconds depend on the devices that run maker and reader; otherwise all pairs are alike.
         travel = _travel(costs, codes, reads, steps)
     links = [each for each in (link, replicas) if each is not None]
     ends, waves = _run(schedule, codes, reads, carried, travel, seconds, steps, links)
@@ -156,6 +157,7 @@ def simulate_time(
         gathered_bytes=_gathered(schedule, costs, kept),
         kept=tuple(kept),
     )
+    # The links go on after the last action: gradients are still reduced, or copied to the host.
     clock = np.array([end[-1] if len(end) else 0.0 for end in ends])
     if links:
         timing = dataclasses.replace(timing, left=max(each.all_left(clock) for each in links))
@@ -188,6 +190,7 @@ def _as_arrays(
     number = {step: index for index, step in enumerate(steps)}
     code = np.full((len(KINDS), 1 + max((stage for _, stage in steps), default=0)), -1, dtype=np.int32)
     for (kind, stage), index in number.items():
+        # A table from (kind, stage) to the number of the stage action, so that orders are translated by one indexing.
         code[KINDS.index(kind), stage] = index
     width = max((len(reads) for reads in graph.reads.values()), default=0)
     # A missing source is -1: the row of ``end_of`` that was over before the step began.
@@ -248,6 +251,7 @@ def _run(
     """
     steps = len(names)
     lengths = np.array([len(of_device) for of_device in codes])
+    # All devices' actions in one array; device d's next one is at offsets[d] + at[d].
     offsets = np.concatenate([[0], np.cumsum(lengths)])[:-1]
     flat = np.concatenate([np.zeros(0, np.int32), *codes]).astype(np.intp)
     microbatch = np.concatenate([np.zeros(0, np.int32), *(order[:, 2] for order in schedule.orders)]).astype(np.intp)
@@ -266,8 +270,10 @@ def _run(
         position = offsets[devices] + at[devices]
         codes_now, batch = flat[position], microbatch[position]
         sources = reads[codes_now]
+        # Advanced indexing: rows are ready candidates, columns their sources.
         arrival = end_of[sources, batch[:, None]]
         if travels:
+            # A result travels only if another device made it.
             arrival = arrival + np.where(maker[sources, batch[:, None]] != devices[:, None], travel[codes_now], 0.0)
         latest = arrival.max(axis=1)  # NaN if a source has not run yet
         # Buffers as updated by the previous microbatch; the first microbatch reads the caller's.
@@ -278,6 +284,7 @@ def _run(
         if not ready.any():
             raise _deadlock(schedule, devices, at, end_of, reads, carried, codes_now, batch, names)
         runs, position, codes_now, batch = devices[ready], position[ready], codes_now[ready], batch[ready]
+        # An action starts when its device is free and its sources are there; links may delay it further.
         start = np.maximum(clock[runs], latest[ready])
         for link in links:
             start = np.maximum(start, link.ready(runs, position, clock[runs]))

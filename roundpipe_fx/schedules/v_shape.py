@@ -35,11 +35,13 @@ def v_shaped(
         phases: returns those of a device, given its number, how many there are, and how many microbatches: at least as
             many as fill the pipeline. If there are fewer, the actions of those that are missing are left out.
     """
+    # The phases assume enough microbatches to fill the pipeline; the surplus is removed below.
     enough = max(microbatches, 2 * devices - 1)
     orders = []
     for device in range(devices):
         parts = [np.tile(_parsed(text), (count, 1)) for count, text in phases(device, devices, enough)]
         work = _numbered(np.concatenate(parts))
+        # Device d has run d on the way down, and run 2p - 1 - d on the way up.
         runs = [run_of(position, 2 * devices, stages) for position in (device, 2 * devices - 1 - device)]
         orders.append(_by_stages(work[work[:, 2] < microbatches], runs))
     return Schedule(name, tuple(orders))
@@ -59,6 +61,7 @@ def _numbered(work: np.ndarray) -> np.ndarray:
         for way in (0, 1):
             positions = np.flatnonzero((work[:, 0] == NUMBER[kind]) & (work[:, 1] == way))
             numbered[positions, 2] = np.arange(len(positions))
+    # The n-th W belongs to the n-th I, whichever way that is.
     numbered[work[:, 0] == _WEIGHT, 1:] = numbered[work[:, 0] == NUMBER[ActionKind.BACKWARD_INPUT], 1:]
     return numbered
 
@@ -68,6 +71,7 @@ def _by_stages(work: np.ndarray, runs: Sequence[Sequence[int]]) -> np.ndarray:
     firsts = np.array([run[0] if run else 0 for run in runs])[work[:, 1]]
     counts = np.array([len(run) for run in runs])[work[:, 1]]
     order = np.repeat(work, counts, axis=0)
+    # Position within the run of stages: 0, 1, … for each action, forwards upwards and backwards downwards.
     within = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
     firsts, counts = np.repeat(firsts, counts), np.repeat(counts, counts)
     order[:, 1] = firsts + np.where(order[:, 0] == _FORWARD, within, counts - 1 - within)

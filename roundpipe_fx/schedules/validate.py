@@ -34,6 +34,7 @@ def validate(schedule: Schedule, graph: StageGraph, microbatches: int, devices: 
         raise InvalidScheduleError(f"the schedule is for {schedule.devices} devices, but there are {devices}.")
     seen: dict[StageAction, np.ndarray] = {step: np.full(microbatches, -1) for step in graph.steps}
     for device, order in enumerate(schedule.orders):
+        # Each stage action once per device: kind and stage are one number.
         for code in np.unique(order[:, 0] * (1 << 20) + order[:, 1]).tolist():
             kind, stage = KINDS[code >> 20], code & ((1 << 20) - 1)
             batches = order[(order[:, 0] == code >> 20) & (order[:, 1] == stage), 2]
@@ -42,6 +43,7 @@ def validate(schedule: Schedule, graph: StageGraph, microbatches: int, devices: 
         if (where < 0).any():
             missing = Action(kind, stage, int(np.flatnonzero(where < 0)[0]))
             raise InvalidScheduleError(f"{missing} is missing from the schedule.")
+    # A run with equal seconds finds every circle: a deadlock depends on the orders only.
     try:
         simulate_time(schedule, graph, StepCosts(seconds=dict.fromkeys(graph.steps, 1.0)))
     except Deadlock as error:
@@ -68,6 +70,7 @@ def _check(
         raise InvalidScheduleError(f"{wrong} on device {device}: there are {microbatches} microbatches.")
     where = seen[kind, stage]
     counts = np.bincount(batches, minlength=microbatches)
+    # Twice on this device, or once here and once on another one.
     twice = np.flatnonzero((counts > 1) | ((counts > 0) & (where >= 0)))
     if len(twice):
         again = Action(kind, stage, int(twice[0]))

@@ -22,6 +22,9 @@ def zbv(devices: int, stages: int, microbatches: int) -> Schedule:
 def _phases(device: int, devices: int, microbatches: int) -> list[SchedulePhase]:
     after = devices - 1 - device
     return [
+        # Repetitions and actions. Two devices, four microbatches (F0.0: stage 0 of microbatch 0):
+        #     0: F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 F0.3 I0.0 W0.0 F3.2 I3.2 W3.2 I0.1 W0.1 F3.3 …
+        #     1: F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 F1.2 I1.0 W1.0 F2.2 I2.1 W2.1 F1.3 I1.1 W1.1 F2.3 I2.2 W2.2 …
         (2 * after + 1, "F0"),
         (device, "F1 F0"),
         (after + 1, "F1 I1 W"),

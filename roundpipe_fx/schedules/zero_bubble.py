@@ -26,8 +26,13 @@ def _order(stages: list[int], device: int, devices: int, microbatches: int) -> l
         order = stages if kind is ActionKind.FORWARD else stages[::-1]
         return [Action(kind, stage, microbatch) for stage in order]
 
+    # Three devices, four microbatches:
+    #     0: F0.0 F0.1 F0.2 I0.0 W0.0 F0.3 I0.1 W0.1 I0.2 W0.2 I0.3 W0.3
+    #     1: F1.0 F1.1 I1.0 F1.2 I1.1 W1.0 F1.3 I1.2 W1.1 I1.3 W1.2 W1.3
+    #     2: F2.0 I2.0 F2.1 I2.1 F2.2 I2.2 W2.0 F2.3 I2.3 W2.1 W2.2 W2.3
     ahead = min(microbatches, devices - 1 - device)
     actions = [action for microbatch in range(ahead) for action in act(ActionKind.FORWARD, microbatch)]
+    # Device d holds back the W of d microbatches: while its first ones run, their inputs' gradients are on their way.
     put_off = device
     for microbatch in range(microbatches):
         if ahead + microbatch < microbatches:
@@ -35,6 +40,7 @@ def _order(stages: list[int], device: int, devices: int, microbatches: int) -> l
         actions += act(ActionKind.BACKWARD_INPUT, microbatch)
         if microbatch >= put_off:
             actions += act(ActionKind.BACKWARD_WEIGHT, microbatch - put_off)
+    # What was held back runs at the end, where 1F1B idles.
     for microbatch in range(max(0, microbatches - put_off), microbatches):
         actions += act(ActionKind.BACKWARD_WEIGHT, microbatch)
     return actions
