@@ -103,6 +103,7 @@ class CachingAllocator:
 
     def add(self, segments: Sequence[MemorySegment], stream: int = 0) -> None:
         """Add segments of a stream."""
+        # Blocks of a segment in order; an address is (number of the segment, offset).
         for segment in segments:
             pool = self._pools.setdefault((stream, segment.is_small), _Pool(segment.is_small))
             offset = 0
@@ -118,13 +119,16 @@ class CachingAllocator:
         size = -(-size // ROUNDED_TO) * ROUNDED_TO
         is_small = size <= _SMALL
         pool = self._pools.setdefault((stream, is_small), _Pool(is_small))
+        # Best fit: the first free block that is at least as large; sizes are sorted.
         at = bisect_left(pool.free, (size, (-1, 0)))
+        # No block fits: a new segment, of which the request is then split off.
         if at == len(pool.free):
             pool.add((pool.segments, 0), _segment_for(size), is_free=True)
             pool.segments += 1
             at = bisect_left(pool.free, (size, (-1, 0)))
         _, address = pool.free[at]
         whole = pool.take_out(address)
+        # Below the threshold the remainder stays with the block, and counts for this tensor.
         if pool.is_left(whole - size):
             pool.add((address[0], address[1] + size), whole - size, is_free=True)
             whole = size
@@ -138,6 +142,7 @@ class CachingAllocator:
             return
         pool, address = self._handed_out.pop(name)
         size = pool.take_out(address)
+        # Merge with the neighbours behind and in front, if these are free.
         after = (address[0], address[1] + size)
         if after in pool.sizes and pool.is_free(after, pool.sizes[after]):
             size += pool.take_out(after)

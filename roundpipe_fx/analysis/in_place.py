@@ -70,6 +70,7 @@ def in_place_forms(
     in_place, with_output = _in_place_form(node), _form_with_output(node)
     if in_place is None and with_output is None:
         return []
+    # An operand that is read twice (x * x) may be overwritten before its second read.
     read: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), read.append)
     operands = [
@@ -105,6 +106,7 @@ def _in_place_kernel(target: torch._ops.OpOverload) -> torch._ops.OpOverload | N
         return None
     packet = getattr(aten, f"{target.overloadpacket.__name__}_", None)
     form = getattr(packet, target._overloadname, None) if packet is not None else None
+    # `mul_.Tensor` for `mul.Tensor`: the same arguments, of which the first one is written.
     if form is None:
         return None
     arguments, wanted = form._schema.arguments, target._schema.arguments
@@ -148,6 +150,7 @@ def _goes_by_row(node: fx.Node) -> bool:
 def _kernel_with_output(target: torch._ops.OpOverload, device: str) -> tuple[torch._ops.OpOverload, str] | None:
     wanted = [argument.name for argument in target._schema.arguments]
     packet = target.overloadpacket
+    # Overloads of an operator: the one whose arguments are the same but for one that takes the output.
     for name in packet.overloads():
         form = getattr(packet, name)
         arguments = form._schema.arguments
@@ -167,6 +170,7 @@ def _lies_uncertainly(result: fx.Node) -> bool:
     rounding. Where operands disagree about them, fake kernels do not always compute the real ones.
     """
     value = result.meta["val"]
+    # Sizes of 1 only: for larger ones the stride is part of the address.
     if not any(isinstance(size, int) and size == 1 for size in value.shape):
         return False
     shape, strides = str(tuple(value.shape)), str(value.stride())

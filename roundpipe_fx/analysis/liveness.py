@@ -81,6 +81,7 @@ def peak_of(
     arriving = arriving or {}
     last = _last_uses(events, before, lasting, arriving)
     peak, at = sum(sizes[storage] for storage in before if last[storage] >= 0), -1
+    # The peak is during an event: operands, results and workspace are alive together.
     for position, (during, _) in enumerate(_levels(events, sizes, before, arriving, last, allocator)):
         if during > peak:
             peak, at = during, position
@@ -130,6 +131,7 @@ def _last_uses(
     last = dict.fromkeys(before, -1)
     for position, arrived in arriving.items():
         last.update(dict.fromkeys(arrived, position))
+    # Later reads overwrite earlier ones, so what is left is the last use.
     for position, event in enumerate(events):
         for storage in event.makes:
             last[storage] = position
@@ -158,6 +160,7 @@ def _levels(
     counted: Any = sizes if allocator is None else {}
     reuse_scope: dict[int, Any] = {}
     live = sum(sizes[storage] for storage in before if last[storage] >= 0)
+    # Order within an event: what arrives, what it makes, what it writes over, its workspace, then deaths.
     for position, event in enumerate(events):
         if position in arriving:
             if allocator is not None:
@@ -175,6 +178,7 @@ def _levels(
                 live -= counted[storage]
                 break
         workspace = event.workspace
+        # The allocator gives a block for the workspace and gets it back: the block's size counts, not the request's.
         if allocator is not None:
             workspace = allocator.take(_WORKSPACE, workspace, event.stream)
             allocator.give_back(_WORKSPACE)

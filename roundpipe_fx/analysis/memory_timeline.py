@@ -110,11 +110,13 @@ def memory_timeline(
     for event, level in zip(run.events, levels, strict=True):
         call, node = event.what
         name, module, line = "loss" if call == CALLER else "", "", ""
+        # An event of compiled code has no node: names come from what it makes.
         if node is None:
             for storage in event.makes:
                 made = run.makers[storage]
                 makers[storage] = f"buffer of {made}" if isinstance(made, str) else own_nodes.get(call, {})[made.name]
         else:
+            # Names of the user's graph where they are known, else of the emitted module.
             node = own_nodes.get(call, {}).get(node.name, node)
             makers.update(dict.fromkeys(event.makes, node) | _items(node, event.makes))
             name = node.name

@@ -55,9 +55,12 @@ def minimum_cut(arcs: Sequence[Arc], vertices: int) -> tuple[int, set[int]]:
     """
     starts, ends, costs = zip(*arcs, strict=True)
     network = csr_array((np.array(costs, dtype=np.int64), (starts, ends)), shape=(vertices, vertices))
+    # Uncuttable arcs may add up where parallel ones are merged; 32 bits hold only one.
     network.data = np.minimum(network.data, UNCUTTABLE)
     network = network.astype(np.int32)
     flow = maximum_flow(network, SOURCE, SINK)
+    # Vertices that are still reachable from the source in the residual network: the source's side of the cut with
+    # fewest vertices.
     residual = network - flow.flow
     residual.data = np.maximum(residual.data, 0)
     residual.eliminate_zeros()

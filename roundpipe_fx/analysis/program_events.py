@@ -109,12 +109,14 @@ def course_of(
         follow: follows stage modules that were compiled; ``None``: as their operations run one after the other.
     """
     run = ProgramEvents(granularity, follow)
+    # The user's inputs and parameters were there before: they are OUTSIDE and count nothing.
     results = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
     outputs = results[: forward.outputs]
     lasting = [storage for position, leaves in enumerate(outputs) if position not in released for storage in leaves]
     freed = [storage for position in released for storage in results[position] if storage not in {OUTSIDE, *lasting}]
     loss = 0 if backward is None else loss_bytes(tangents, granularity)
     ends = len(run.events)
+    # The moment of the loss: results that the caller drops are freed here.
     run.events.append(Event((CALLER, None), freed, (), workspace=loss))
     arriving: dict[int, list[int]] = {}
     gradients: list[list[int]] = []
@@ -122,6 +124,8 @@ def course_of(
     if backward is not None:
         saved = {n: leaves for n, leaves in zip(forward.results, results, strict=True) if isinstance(n, fx.Node)}
         # Compiled code makes a new sum and frees the old one; operations add in place.
+        # Three cases of running sums: none (the first microbatch), memory outside, or memory that compiled code
+        # replaces.
         summed = {
             node: []
             if not sums
@@ -138,6 +142,7 @@ def course_of(
         }
         inputs = {**saved, **summed, **arrived}
         loss_gradient = run.numbers.new_of(lasting_bytes(tangents, granularity) + outside)
+        # What the caller makes arrives between loss and backward: the loss, and the incoming gradients.
         arriving[len(run.events)] = [loss_gradient, *(storage for leaves in arrived.values() for storage in leaves)]
         gradients = run.program(backward, [inputs[node] for node in backward.inputs], held=lasting)
         lasting += [loss_gradient, *(storage for node in tangents for storage in arrived.get(node, ()))]
@@ -231,6 +236,8 @@ class ProgramEvents:
     def _call(self, call: StageModule, arguments: list[list[int]], dying: Collection[int]) -> list[list[int]]:
         name, module, start = call.name, call.module, len(self.events)
         storages: dict[int, int] = {}
+        # The pattern says which inputs share storages, with local numbers. Equal modules with equal patterns have equal
+        # events, so a module is followed once for all layers.
         pattern = tuple(
             [
                 tuple([OUTSIDE if s == OUTSIDE else storages.setdefault(s, len(storages)) for s in leaves_of])
@@ -239,6 +246,7 @@ class ProgramEvents:
         )
         compiled = self._follow(call, pattern, dying) if self._follow is not None else None
         followed = compiled or _followed(module, pattern)
+        # Local numbers become numbers of the course: first those of the inputs, then new ones.
         of = [*storages, *(self.numbers.new_of(size) for size in followed.sizes)]
         nodes = [*module.graph.nodes]
         for position, reads, makes, workspace in followed.operations:
@@ -261,6 +269,7 @@ def _dying(call: fx.Node, values: Mapping[fx.Node, list[int]], held: Collection[
     """Positions of the arguments of a call that nothing refers to but the call."""
     arguments: Any = call.args[0]
     later = set(held)
+    # An input dies in the call if no later node of the program refers to it or to another value of the same memory.
     for value, leaves in values.items():
         if value not in arguments and any(user >= call for user in value.users):
             later.update(leaves)
@@ -325,6 +334,7 @@ def _followed(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> F
 
 def _follow(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> FollowedModule:
     numbers = StorageIds()
+    # Inputs get the first local numbers, with no bytes: they belong to whoever made them.
     incoming = 1 + max((storage for incoming_leaves in pattern for storage in incoming_leaves), default=OUTSIDE)
     for _ in range(incoming):
         numbers.new_of(0)

@@ -54,6 +54,7 @@ def read_operations(
         reader.read_input(node)
     tangents, held = (frozenset(s for node in nodes for s in reader.of(node)) for nodes in (joint.tangents, expected))
     forward = [operation for node in joint.in_phase(Phase.FORWARD) if (operation := reader.read(node)) is not None]
+    # The backward in the order of the segments, last one first; within a segment as in the graph.
     backward: dict[int, list[Operation]] = {segment: [] for segment in range(segments)}
     for node in sorted(joint.in_phase(Phase.BACKWARD), key=lambda node: -node.meta[Mark.SEGMENT]):
         operation = reader.read(node)
@@ -62,6 +63,7 @@ def read_operations(
     for storage in tangents:
         reader.segment_of[storage] = segments
     makers = {storage: operation.index for operation in forward for storage in operation.makes}
+    # Storages are numbered in the order in which they are made: forward, then backward.
     outputs, released = _outputs(
         joint, reader, [*forward, *(operation for block in backward.values() for operation in block)]
     )
@@ -120,6 +122,7 @@ def _snapshots(
     copies = {}
     for operation in operations:
         if operation.node in read and not updates_statistics_alone(operation.node):
+            # One copy of an input, however many operations of the backward read its old value.
             for source in read[operation.node]:
                 if source not in taken:
                     taken[source] = reader.new(source)
@@ -137,6 +140,7 @@ def _outputs(
         if isinstance(node, fx.Node):
             results = copied if position in joint.updates else dropped if position in joint.dropped else held
             results.update(reader.of(node))
+    # What the caller copies into inputs is held only if something reads it again.
     held |= copied.intersection(storage for operation in operations for storage in operation.reads)
     return held, (copied | dropped) - held
 
@@ -181,6 +185,8 @@ class _Recipes:
         """
         recipes = cls({}, {})
         for operation in forward:
+            # Three ways to make a value again: gather it from a saved selection, run its operation, or draw only a
+            # dropout's mask.
             for storage in operation.makes:
                 value = values.get(storage)
                 picked = selection(value) if value is not None else None
@@ -243,6 +249,7 @@ def _stages(joint: JointGraph, segments: int) -> dict[int, int]:
 def _regions(forward: Sequence[Operation]) -> tuple[tuple[frozenset[int], int | float], ...]:
     """Storages of consecutive operations with the same region's budget, and that budget."""
     regions = []
+    # Regions are runs of consecutive operations: a module that is called twice is two of them.
     for budget, run in itertools.groupby(forward, key=lambda operation: budget_of_region(operation.node)):
         storages = frozenset(storage for operation in run for storage in operation.makes)
         if budget is not None:
@@ -265,11 +272,13 @@ def _hold_at(
         path = checkpoints_of(operation.node)
         for number in path:
             first, last = spans.get(number, (operation.segment, operation.segment))
+            # Number of the checkpoint, and the segments that it spans.
             spans[number] = min(first, operation.segment), max(last, operation.segment)
         owner.update((storage, path) for storage in operation.makes if storage in must_recompute)
         for storage in operation.reads:
             if storage in owner:
                 begins |= {storage} if len(path) > len(owner[storage]) else set()
+                # The innermost common checkpoint of maker and readers: the common prefix of their paths.
                 both = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(owner[storage], path, strict=False))
                 owner[storage] = tuple(number for number, _ in both)
     wanted = begins.union(*(operation.reads for block in backward.values() for operation in block))
@@ -328,6 +337,7 @@ class _OperationReader:
         """Number the storages of ``node``; returns an operation if the node computes."""
         made = self._numbers.follow(node)
         self.segment_of += [node.meta[Mark.SEGMENT]] * len(made)
+        # Items of tuples, numbers and pure views allocate nothing.
         if node.target is operator.getitem or is_symbolic_scalar(node) or (not made and is_view(node)):
             return None
         index = self._count
@@ -349,6 +359,7 @@ class _OperationReader:
         for operand in operands_to_write_over(node):
             (inplace_candidates,) = self.of(operand)
             others = [storage for source in input_nodes(node) if source is not operand for storage in self.of(source)]
+            # An operand that is read through another argument as well must not be written over.
             if inplace_candidates != OUTSIDE and inplace_candidates not in others:
                 candidates.append(inplace_candidates)
         return tuple(candidates)

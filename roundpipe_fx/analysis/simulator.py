@@ -42,6 +42,7 @@ def allocation_granularity(device: torch.device) -> int:
 
 def worst_history(course: Course, histories: Sequence[History], owners: Collection[int] = ()) -> History:
     """The first history after which a step's peak is highest. Other arguments as for :func:`peak_of_course`."""
+    # A step may begin after several different histories of the allocator; the plan is judged by the worst.
     peaks = [max(levels_of_course(course, CachingAllocator(), owners, history), default=0) for history in histories]
     return histories[peaks.index(max(peaks))]
 
@@ -67,6 +68,7 @@ def peak_of_course(
     if allocator is not None:
         _begin(course, allocator, owners, history)
     peak = peak_of(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
+    # Simulated twice: the second step finds the blocks that the first one has left, and the larger peak counts.
     if allocator is not None:
         for storage in lasting:
             allocator.give_back(storage)
@@ -117,6 +119,7 @@ def levels_of_course(
 
 def _begin(course: Course, allocator: CachingAllocator, owners: Collection[int], history: History) -> None:
     inputs = course.forward.inputs
+    # Inputs occupy blocks of the pools too, and split them.
     for index in () if history.has_inputs else dict.fromkeys((*owners, *range(len(inputs)))):
         allocator.take(_FIRST_INPUT - index, tensor_bytes(tensor_values(inputs[index])))
     allocator.add(history.segments)

@@ -92,6 +92,7 @@ def simulate_calls(
     Returns:
         memory of each call, and of the values that outlive the call that computes them.
     """
+    # Followed twice: a device's first microbatch allocates the sums of gradients, later ones find them.
     first = _Calls(course_of(forward, backward, tangents, granularity), owners)
     course = course_of(forward, backward, tangents, granularity, sums=bool(parameters), follow=follow)
     later = _Calls(course, owners)
@@ -134,6 +135,7 @@ class _Calls:
         peaks = []
         for index, call in enumerate(self.calls):
             dying, outlive, kept_gradients = self._dying(index), self._outlive[index], self._gradients[index]
+            # What comes in and dies here was counted by whoever held it, so the call starts at that level.
             before = self._bytes(dying)
             events = self._events[call.start : call.end]
             during = peak_of(events, self._sizes, before=dying, lasting=outlive | kept_gradients.keys()).bytes - before
@@ -142,6 +144,7 @@ class _Calls:
             adding = max(
                 (self._sizes[storage] for storage, owner in kept_gradients.items() if owner in known), default=0
             )
+            # From the second call on that returns this gradient, it is added to an existing one.
             known |= set(kept_gradients.values())
             after = self._bytes(outlive) - before + self._bytes(kept_gradients) + adding
             peaks.append(max(during, after, 0))
@@ -186,6 +189,7 @@ class _Calls:
         made = {storage for event in events for storage in event.makes}
         return {s for s in made if self._readers.get(s, [-1])[-1] > index} | (made & self._returned)
 
+    # A storage that the backward of weights reads may die later than in this order: schedules delay that backward.
     def _dying(self, index: int) -> set[int]:
         """Storages that come in, have no later reader, and belong to neither the caller nor the schedule."""
         incoming = self.calls[index].reads - self._returned - self._arrived

@@ -75,6 +75,7 @@ def footprint_of(
         gradients: bytes of gradients, by number of the input.
         beyond: bytes that are added to its backward.
     """
+    # Three parts of the events: forward, the loss's moment, backward.
     levels = levels_of(events, sizes, lasting, arriving)
     before = max((during for during, _ in levels[:forward]), default=0)
     during_loss, held = levels[forward]
@@ -85,6 +86,7 @@ def footprint_of(
         return max(within - held - come, 0) + beyond
 
     lifetimes = lifetimes_of(events, lasting, arriving)
+    # What was made in the forward and is read in the backward. A retained backward keeps all of it to its end.
     saved = [storage for storage, (first, last) in lifetimes.items() if first <= forward < last]
     retaining = levels_of(events, sizes, [*lasting, *saved], arriving)
     return Footprint(
@@ -149,6 +151,7 @@ class NotedStep:
         """Equal for steps that lead to the same plan."""
         numbers: dict[int, int] = {}
 
+        # Storages by order of appearance, so that two steps with other tensors and the same pattern are equal.
         def numbered(storages: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(numbers.setdefault(storage, len(numbers)) for storage in storages)
 
@@ -211,6 +214,7 @@ def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
         call = step.calls[number]
         footprint = footprints.get(call.graph, call.footprint)
         if what is NotedEvent.FORWARD:
+            # Inputs that no earlier call knows were allocated within the step.
             live += call.new_input_bytes
             peak = max(peak, live + footprint.forward)
             live += footprint.held
@@ -220,6 +224,7 @@ def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
             if number in went_back and not call.consumed:
                 waiting.append(number)  # the loss of another backward has memory of its own
             went_back.add(number)
+            # All losses of calls that wait are computed before the first backward runs.
             losses = [footprints.get(step.calls[n].graph, step.calls[n].footprint) for n in waiting]
             waiting.clear()
             peak = max(peak, live + sum(loss.loss for loss in losses))
@@ -227,6 +232,7 @@ def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
             is_retained = what is NotedEvent.RETAINED
             peak = max(peak, live + (footprint.retained if is_retained else footprint.backward))
             made = sum(footprint.gradients.values())
+            # Inputs with a gradient already get the sum of both: the new gradient is freed after it was added.
             added = [size for position, size in footprint.gradients.items() if call.inputs[position] in totals]
             # Autograd accumulates the gradients of an input one after another, out of place the first time.
             freed = 0 if is_retained else footprint.saved

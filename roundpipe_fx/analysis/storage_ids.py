@@ -64,6 +64,7 @@ class StorageIds:
         if node.target is operator.getitem:
             self._leaves[node] = self._item(node)
             return []
+        # A sum is written in place once it exists; the first addition takes over its operand's memory.
         if node.target in SUMMING and (node.target is add_to or self.of(_total(node))):
             self._leaves[node] = self.of(_total(node)) or self.of(node.all_input_nodes[-1])
             return []
@@ -72,6 +73,7 @@ class StorageIds:
         if written is not None:
             self._leaves[node] = list(self.of(written))
             return []
+        # Fake tensors of operands and results tell which share storages, within this node.
         known: dict[int, int] = {}
         for source in input_nodes(node):
             for value, storage in zip(tensor_values(source), self.of(source), strict=False):
@@ -99,6 +101,7 @@ class StorageIds:
         if isinstance(value, torch.Tensor) or not isinstance(index, int):
             return self.of(source)
         assert value is not None
+        # Items of tuples: the storages are one flat list, so those of earlier items are skipped.
         before = sum(_count_tensors(item) for item in value[:index])
         return self.of(source)[before : before + _count_tensors(value[index])]
 

@@ -143,6 +143,7 @@ class Loops:
     def of(self, divided: Divided, tiles: int, name: str) -> tuple[TileLoop, LoopCost]:
         """The loop over so many tiles, with what it costs. Arguments and errors as for :func:`loop_of`."""
         where = [divided.region.where.get(node) for node in (*divided.operands, *divided.results)]
+        # The fingerprint leaves out names: regions of twelve equal layers get one loop.
         key = fingerprint(divided.nodes, divided.results, divided.operands), tiles, tuple(where)
         if key not in self._made:
             numbered = (name if not number else f"{name}_{number + 1}" for number in itertools.count())
@@ -165,6 +166,7 @@ def loop_of(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tuple[
         UnfitError: a result overlaps itself in memory, or its rows are not evenly apart.
     """
     region = divided.region
+    # All tiles have `size` rows but the last one, which has `left`: two bodies at most.
     size = region.rows_of_tile(tiles)
     tiles = -(-region.rows // size)
     left = region.rows - (tiles - 1) * size
@@ -195,6 +197,7 @@ def loop_of(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tuple[
             seconds += count * node.meta[Mark.SECONDS]
             flops += count * node.meta[Mark.FLOPS]
     workspace = max(_workspace(body.graph, costs) for body in made.values())
+    # Sums of half precision are made in float32 over the tiles and cast once.
     if any(result.made_in is not result.dtype for result in results):
         # Sums exist in both types when all tiles are done, and in one before.
         wider = sum(result.bytes(result.made_in) for result in results if result.made_in is not result.dtype)
@@ -224,6 +227,7 @@ def _result(region: TileRegion, node: fx.Node) -> TileResult:
 def _dense(value: torch.Tensor) -> tuple[int, ...]:
     """The strides of a tensor that fills its memory, each place once."""
     expected = 1
+    # Strides in order have to multiply up: the result fills its memory, so tiles can be written into it.
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size != 1:
             if stride != expected:
@@ -257,12 +261,15 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
         if node in sums
     }
     for operand in divided.operands:
+        # Rows that lie in several dimensions are one dimension outside of the body (flat), and separate ones inside.
         if operand in region.where and len(region.where[operand]) > 1:
             shape = _unflat(operand, region, rows)
             values[operand] = call(operand, aten.view.default, values[operand], shape)
     values.update({read: values[replacement] for read, replacement in divided.instead.items() if replacement in values})
     for node in divided.nodes:
         is_plain = node not in sums or totals[node].meta["val"].dtype is node.meta["val"].dtype
+        # A matrix product that is summed over tiles is accumulated by the kernel (beta = 1), so no product exists
+        # beside the sum.
         if node in sums and is_plain and node.target is aten.mm.default:
             left, right = fx.map_arg(node.args, values.__getitem__)
             values[node] = call(node, add_product_to, totals[node], left, right)
@@ -275,6 +282,7 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
             if not is_plain:
                 wider = totals[node].meta["val"].dtype
                 values[node] = call(node, aten._to_copy.default, values[node], dtype=wider)
+            # Logarithms of sums are added as log(exp(a) + exp(b)).
             add = add_exponential_to if node.target in LOGARITHMS else add_to
             values[node] = call(node, add, totals[node], values[node])
     parts = []
@@ -302,6 +310,7 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 def _drop_unread(graph: fx.Graph) -> None:
+    # From the end, so that operations which only an unread one has read go too.
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users and node.target not in SUMMING:
             graph.erase_node(node)
@@ -313,6 +322,8 @@ def _arguments(node: fx.Node, region: TileRegion, rows: int) -> tuple[tuple[Any,
     dimensions = dimensions_of(node)
     assert dimensions is not None
     labels = labels_of_rows(node, dimensions, region.where)
+    # Sizes of the rows' dimensions are those of one tile; arguments that name sizes (view, expand) are written for
+    # these.
     sizes = {**dimensions.sizes, **dict.fromkeys(labels, 1), labels[-1]: rows}
     return arguments_on_tile(node, dimensions, sizes)
 

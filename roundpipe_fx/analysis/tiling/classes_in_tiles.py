@@ -88,11 +88,14 @@ def uses_of(joint: JointGraph, softmax: fx.Node) -> Uses | None:
     scores, dim, _ = softmax.args
     assert isinstance(scores, fx.Node) and isinstance(dim, int)
     axis = dim % len(shape)
+    # A log-softmax over one class is zero; in float16 sums over classes would overflow.
     if shape[axis] == 1 or softmax.meta["val"].dtype is torch.float16:
         return None
     returned = {node for node in joint.outputs if isinstance(node, fx.Node)}
     reads: list[Scaled] = []
     gradients: list[tuple[fx.Node, tuple[Scaled, ...]]] = []
+    # Follow the log-probabilities through views, transposes and scalings to their readers. All of them have to be sums
+    # over classes or picks at a label.
     waiting = [Scaled(node=softmax, axis=axis, factor=1.0)]
     while waiting:
         value = waiting.pop()
@@ -106,6 +109,8 @@ def uses_of(joint: JointGraph, softmax: fx.Node) -> Uses | None:
             elif packet in _GRADIENTS and user.args[0] is not value.node:
                 pass  # only the shape is read
             elif packet is aten._log_softmax_backward_data and user.args[1] is value.node and value.factor == 1:
+                # The gradient of the scores: softmax · Σ(gradient) - gradient. The incoming one must split into
+                # summands of the two forms.
                 parts = _parts(Scaled(node=user.args[0], axis=axis, factor=1.0), user)  # type: ignore[arg-type]
                 if parts is None:
                     return None
@@ -141,6 +146,7 @@ def _followed(user: fx.Node, value: Scaled) -> Scaled | None:
 def _axis_in(view: fx.Node, value: Scaled) -> int | None:
     """The dimension of the classes after a change of shape; ``None``: the classes are not a single dimension there."""
     shape, whole = list(view.meta["val"].shape), value.shape
+    # The classes keep their number and what lies before them: (8, 128, 50257) as (1024, 50257).
     before = math.prod(whole[: value.axis])
     for axis, size in enumerate(shape):
         if size == whole[value.axis] and math.prod(shape[:axis]) == before:
@@ -186,6 +192,7 @@ def _is_read(node: fx.Node, value: Scaled) -> bool:
     if packet in _CROSS_ENTROPIES:
         items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         weights = items[1].users if 1 in items else ()
+        # The total weight is read by gradients only.
         known = all(getattr(user.target, "overloadpacket", None) in _GRADIENTS for user in weights)
         return known and node.args[3] in (_NONE, _SUM) and value.axis == 1 and len(shape) > 1
     if packet is aten.gather:
@@ -208,6 +215,7 @@ def _parts(value: Scaled, reader: fx.Node) -> tuple[Scaled, ...] | None:
         the operations that compute them; ``None``: a summand is of another form.
     """
     node, packet = value.node, getattr(value.node.target, "overloadpacket", None)
+    # The gradient is used once, here: nobody needs it as a whole tensor.
     if set(node.users) != {reader} or node.op != "call_function":
         return None
     if packet in _GRADIENTS:
@@ -221,9 +229,11 @@ def _parts(value: Scaled, reader: fx.Node) -> tuple[Scaled, ...] | None:
         return None
     if packet is aten.expand:
         shape = list(source.meta["val"].shape)
+        # Expanded along the classes: the same for all of them.
         source_axis = value.axis - len(value.shape) + len(shape)
         return (value,) if source_axis < 0 or shape[source_axis] == 1 else None
     if packet is aten.add and len(node.args) == 2 and not node.kwargs:
+        # A sum of summands: each has to be of one of the forms.
         operands = [Scaled(node=one, axis=value.axis, factor=value.factor) for one in node.all_input_nodes]
         if len(operands) < 2 or any(one.shape != value.shape for one in operands):
             return None

@@ -71,6 +71,7 @@ class Growth:
         self.rows = math.prod(shape[position] for position in self.start)
         self.where[self.widest] = self.start
         refused: set[fx.Node] = set()
+        # Flood fill from the widest value: wide values spread to their makers and readers; narrow ones end the region.
         waiting = [self.widest]
         while waiting:
             value = waiting.pop()
@@ -81,6 +82,7 @@ class Growth:
                     refused.add(node)
                     continue
                 waiting += [other for other in self._values(node) if self._is_wide(other)]
+        # A region has to be closed: what runs between its members has to run inside the loop too.
         if self.widest not in self.members or not self._close():
             return False
         self._trace_back()
@@ -98,12 +100,16 @@ class Growth:
         known = self.described[node]
         if known is None:
             return False
+        # `mixed`: dimensions along which the operation is not independent (a softmax's, a norm's). Rows must not lie in
+        # them.
         mixed, pairs = known
         wanted = labels_where(pairs, self.where)
         if not wanted or set(wanted) & mixed:
             return False
         positions: dict[fx.Node, Rows] = {}
         undivided: set[fx.Node] = set()
+        # For each operand and result: where the rows are (a tuple), that it has none of them (False: needed whole), or
+        # that they are cut in some other way (None: no region).
         for value, labels in pairs:
             position = rows_among(labels, wanted)
             if value is None:
@@ -114,6 +120,7 @@ class Growth:
                 undivided.add(value)
             else:
                 assert isinstance(position, tuple)
+                # A value has its rows in one position only, and is either divided or needed whole.
                 if (
                     value in self.undivided
                     or self.where.get(value, position) != position
@@ -128,6 +135,7 @@ class Growth:
         self.where.update(positions)
         self.undivided |= undivided
         self.members.add(node)
+        # Results of an operation that returns several are items: members too.
         if not is_tensor(node):
             self.members.update(user for user in node.users if user.target is operator.getitem)
         return True
@@ -140,6 +148,8 @@ class Growth:
             return value in self.members and value not in self.whole and value.meta[Mark.PHASE] is phase
         return any(user in self.members and user.meta[Mark.PHASE] is phase for user in value.users)
 
+    # A sum over the tiles (a bias gradient) is complete only after the loop. Readers in the same phase would see part
+    # of it.
     def _close(self) -> bool:
         """Take in what lies between members of one phase; whether all of it works row by row."""
         for phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -148,6 +158,8 @@ class Growth:
                 return False
         return True
 
+    # The mean's gradient, 1 / n, is scaled and expanded before it is wide: these few operations belong to the loop, so
+    # the wide gradient never exists.
     def _trace_back(self) -> None:
         """Take in the way from one scalar incoming gradient to the region: its scaling, and spreading over rows."""
         joined = True
@@ -190,6 +202,7 @@ class Growth:
 
         Nothing if what is read or returned by rows is wide too, or tiles of it are not one part of a dimension.
         """
+        # A sum over tiles is rounded per tile, which users are told of.
         self.sums = any(
             node.meta[Mark.PHASE] is Phase.FORWARD and node not in self.where and self._elements(node) > 1
             for node in self.members - self.whole
@@ -200,6 +213,7 @@ class Growth:
             if is_tensor(node) and not is_view(node) and self._is_wide(node) and node in self.where
         }
         made = {other for other in self.members}
+        # Values that cross the region's border as rows: they exist whole beside the loop.
         outside = {
             value
             for node in self.members
@@ -213,6 +227,7 @@ class Growth:
         if any(v not in known for v in floats) or not all(is_adjacent(self.where[v]) for v in outside):
             self.saved = 0.0
             return
+        # Bytes of wide members that never exist whole, minus what is made whole at the border.
         self.saved = float(sum(size for node, size in wide.items() if node not in known)) - sum(
             v.meta["val"].numel() * v.meta["val"].dtype.itemsize for v in outside if v not in known
         )
@@ -259,6 +274,7 @@ def _between(members: Iterable[fx.Node], order: Mapping[fx.Node, int]) -> list[f
     phase = ordered[0].meta[Mark.PHASE]
     inside = set(ordered)
     after: set[fx.Node] = set()
+    # Between the first and the last member in graph order: reached from a member, and reaching one.
     nodes = [ordered[0]]
     while nodes[-1] is not ordered[-1]:
         nodes.append(nodes[-1].next)

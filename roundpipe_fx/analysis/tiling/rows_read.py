@@ -165,6 +165,9 @@ def _axis_in(sizes: list[Any], axis: tuple[int, int, int]) -> tuple[int, int, in
     outer, length, inner = axis
     if not all(isinstance(size, int) for size in sizes):
         return None
+    # A slice along the middle dimension of rows (4, 7, 2) has axis = (4, 7, 2): 4 rows before, 7 places, 2 behind.
+    # Seen from a tensor that has these rows as (28, 2), size 28 holds all of the axis: (0, 4, 1).
+    # As (4, 14) it is size 14: (1, 1, 2). As (56,) it is (0, 4, 2).
     for number, size in enumerate(sizes):
         if size != 1 and outer % size == 0:
             outer //= size
@@ -173,6 +176,7 @@ def _axis_in(sizes: list[Any], axis: tuple[int, int, int]) -> tuple[int, int, in
             continue
         behind = math.prod(sizes[number + 1 :])
         if size % (outer * length) or inner % behind or size // (outer * length) != inner // behind:
+            # All of the sliced dimension has to lie within one size.
             return None
         return number, outer, inner // behind
     return None
@@ -208,11 +212,14 @@ class _SliceSearch:
         if not self._makers():
             return None
         self.gradients = [other for other in self.joint.in_phase(Phase.BACKWARD) if self._is_gradient(other)]
+        # Gradients have the rows of what was sliced; from there the search goes on to their readers.
         self.where.update(dict.fromkeys(self.gradients, self.where[self.source]))
         if not (self._readers() and self._is_closed()):
             return None
         ordered = [node for node in self.joint.graph.nodes if node in self.members]
         backward = [node for node in ordered if node.meta[Mark.PHASE] is Phase.BACKWARD]
+        # The backward puts zeros where rows were left out. Leaving them out is right only if every reader is linear in
+        # them.
         linear = proportional(backward, self.gradients)
         if linear is None or not all(node in linear for node in backward):
             return None
@@ -244,6 +251,7 @@ class _SliceSearch:
     def _makers(self) -> bool:
         """Take in what makes the slice, back to narrow values."""
         waiting = [self.source]
+        # From the slice back to narrow values: everything on the way can leave rows out.
         while waiting:
             value = waiting.pop()
             maker = value.args[0] if value.target is operator.getitem else value
@@ -257,6 +265,7 @@ class _SliceSearch:
 
     def _readers(self) -> bool:
         """Take in what reads the backward of the slice, up to narrow values and sums over rows."""
+        # From the gradient forward, up to narrow values (which are padded with zeros again) and sums over rows.
         waiting = list(self.gradients)
         while waiting:
             for user in list(waiting.pop().users):
@@ -295,6 +304,7 @@ class _SliceSearch:
             if value is None:
                 continue
             is_made = value is node or value in items
+            # In the forward no sums are allowed: a sum over rows that nobody reads would change.
             if position is None or (position is False and (value in self.where or (is_made and not sums))):
                 return False
             if position is False:
@@ -320,6 +330,7 @@ class _SliceSearch:
         inside = {self.node, *self.members}
         if not self.padded.keys().isdisjoint(self.narrow) or not self.members.isdisjoint(self.narrow):
             return False
+        # Every reader of a value with fewer rows is one of the members, or the slice itself.
         for member in self.members:
             for source in member.all_input_nodes:
                 if source in self.where and source not in (*self.members, *self.gradients, *self.narrow):

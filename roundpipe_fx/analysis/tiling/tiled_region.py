@@ -93,6 +93,7 @@ class TileRegion:
         more than 1,024 terms.
         """
         size = -(-self.rows // (min(tiles, _MOST_ROUNDED) if self._rounds_sums else tiles))
+        # Rounded up until neither the tiles nor the last one have too few rows.
         while size < self.rows and (size < self._least_rows or 0 < self.rows % size < self._least_rows):
             size += 1
         return size
@@ -156,6 +157,7 @@ class TileRegions:
 
     def as_wide_as(self, least: int) -> list[TileRegion]:
         """Regions whose widest value has at least a number of elements, the widest first; they do not overlap."""
+        # Widest first. Values that a region has taken, or from which a search gave nothing, are not tried again.
         while self._waiting and self._sizes[self._waiting[0]] >= least:
             widest = self._waiting.popleft()
             if widest not in self._taken and widest not in self._seen:
@@ -224,6 +226,8 @@ class TileRegions:
 def _is_acyclic(joint: JointGraph, regions: Sequence[TileRegion]) -> bool:
     """Return whether the loops that stand for regions can run one after another, each as a whole."""
     loops: dict[fx.Node, Any] = {}
+    # Each region becomes one node (forward and backward together if it has a scalar): the graph has to stay without
+    # circles.
     for position, region in enumerate(regions):
         for node in set(region.members) - region.whole:
             loops[node] = position, None if region.scalar is not None else node.meta[Mark.PHASE]
@@ -243,6 +247,8 @@ def _scalar(joint: JointGraph, region: TileRegion, tangential: Collection[fx.Nod
     forward, backward = region.in_phase(Phase.FORWARD), region.in_phase(Phase.BACKWARD)
     inside = set(region.members)
     outside = {source for node in backward for source in node.all_input_nodes if source not in inside}
+    # The backward of such a region waits for one scalar from outside, the loss's gradient. As the backward is linear in
+    # it, the loop can run with 1 and be scaled afterwards.
     waiting = [node for node in outside if node in tangential]
     if len(waiting) != 1 or waiting[0] in region.where or elements(waiting[0]) != 1:
         return None
@@ -250,6 +256,8 @@ def _scalar(joint: JointGraph, region: TileRegion, tangential: Collection[fx.Nod
     values = [node.meta["val"] for node in region.members if is_tensor(node)]
     if any(value.dtype is torch.float16 for value in values):
         return None
+    # The forward must not depend on what the backward reads from outside, and no sum over tiles may be read before it
+    # is complete.
     later = _descendants(joint, forward)
     if any(node in later for node in outside) or any(_is_sum(region, source) for source in _read(backward, forward)):
         return None
@@ -276,6 +284,7 @@ def _read(nodes: Iterable[fx.Node], of: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _descendants(joint: JointGraph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Everything that depends on some nodes."""
+    # One pass in graph order suffices, since sources come first.
     origins = set(nodes)
     descendants: set[fx.Node] = set()
     for node in joint.graph.nodes:
@@ -303,6 +312,7 @@ def _candidates(node: fx.Node) -> Iterator[Rows]:
     """Where the rows of a value may be."""
     shape = node.meta["val"].shape
     for count in range(1, _MOST_DIMS + 1):
+        # Adjacent dimensions only: rows in dimensions 0 and 1 of (batch, tokens, width) are one range of memory.
         for first in range(len(shape) - count + 1):
             if math.prod(shape[first : first + count]) > 1:
                 yield tuple(range(first, first + count))
