@@ -37,11 +37,13 @@ def accumulate_gradients(joint: JointGraph, costs: CostModel, in_place: bool = T
             numbers.follow(node)
         for storage in set(numbers.of(node)) - {OUTSIDE}:
             holders[storage].append(node)
+    # A storage that is returned twice must not be written to: both results are the caller's.
     returned = Counter(s for node in joint.outputs if isinstance(node, fx.Node) for s in set(numbers.of(node)))
     primals = joint.primals
     results: dict[int, list[Any]] = defaultdict(list)
     additions: list[_Addition] = []
     owners, gradients = joint.gradient_owners, joint.gradients
+    # Three cases: no sum (inputs, gradients made elsewhere), a copy into the sum, or adding in place.
     for owner, gradient in zip(owners, gradients, strict=True):
         if owner is None:
             continue
@@ -51,6 +53,8 @@ def accumulate_gradients(joint: JointGraph, costs: CostModel, in_place: bool = T
         elif returned[storages[0]] != 1 or not _stands_alone(gradient, holders[storages[0]]):
             additions.append(_Addition(owner, gradient, gradient, add_copy_to))
         else:
+            # Added behind the last reader of the gradient, so nobody reads the sum in its place. A product without
+            # other readers is added by the kernel that computes it.
             readers = [user for node in holders[storages[0]] for user in node.users if user.op != "output"]
             product = gradient.target is torch.ops.aten.mm.default and not readers
             last_reader = max([gradient, *readers], key=position.__getitem__)
@@ -59,6 +63,7 @@ def accumulate_gradients(joint: JointGraph, costs: CostModel, in_place: bool = T
     sums: dict[tuple[Any, ...], fx.Node] = {}
     tails: dict[fx.Node, fx.Node] = {}
     last = joint.inputs[-1]
+    # In the order in which gradients are complete; parts that one module computes go to one sum, one after another.
     for addition in sorted(additions, key=lambda addition: position[addition.after]):
         key = (addition.owner, *_module(addition.gradient))
         if key not in sums:
@@ -71,6 +76,7 @@ def accumulate_gradients(joint: JointGraph, costs: CostModel, in_place: bool = T
     for (owner, *_), total in sums.items():
         results[owner].append(total)
     captured = list(zip(owners, gradients, strict=True))[: len(gradients) - len(joint.parts)]
+    # The first sum of each owner takes the gradient's place among the results; further parts are appended.
     firsts = [gradient if owner is None else results[owner].pop(0) for owner, gradient in captured]
     parts = [(owner, part) for owner, of_owner in sorted(results.items()) for part in of_owner]
     forward = joint.forward_outputs

@@ -49,6 +49,8 @@ def apply_remat_schedule(joint: JointGraph, schedule: RematSchedule, costs: Cost
         two phases.
     """
     writer = _Writer(joint, schedule, costs)
+    # Nodes are appended at the end of the graph in the schedule's order; what is not listed (views) follows its
+    # readers.
     for block in schedule.blocks:
         writer.begin(block.segment, block.stage)
         for op in block.ops:
@@ -77,6 +79,7 @@ class _Writer:
         self._placed: set[fx.Node] = set()
         self._unlisted: dict[int, list[fx.Node]] = {}
         listed = set(schedule.nodes())
+        # Views and side effects are not part of schedules: they are placed on demand, or at the end of their segment.
         for node in joint.in_phase(Phase.BACKWARD):
             if node not in listed and (is_view(node) or has_side_effect(node)):
                 self._unlisted.setdefault(node.meta[Mark.SEGMENT], []).append(node)
@@ -106,6 +109,7 @@ class _Writer:
             if is_view(node):
                 self._note(node, node)
             return
+        # A copy of the forward node, in the form that the schedule names (the same, a gather, or a mask alone).
         copy = repetition(self._joint, node, op.form, self._output)
         if op.rng_shape_source is not None:
             copy.update_arg(0, op.rng_shape_source)
@@ -140,6 +144,7 @@ class _Writer:
         self._output.prepend(node)
         self._mark(node)
 
+    # Every operand is replaced by its latest copy in this stage, or by the saved value.
     def _read(self, node: fx.Node) -> None:
         viewing, moved = is_view(node), False
         for source in input_nodes(node):
@@ -175,6 +180,7 @@ class _Writer:
 
     def _resolve(self, node: fx.Node) -> fx.Node:
         """The node to read for ``node`` here."""
+        # The order decides: an updated input's old value, a saved value, the latest copy of this stage, then of any.
         if node in self._joint.mutated_inputs:
             return self._snapshots.of(node)
         if node in self._saved:
@@ -189,6 +195,7 @@ class _Writer:
             return node
         if forward and (not free or is_symbolic_scalar(node)):
             return node  # saved
+        # The same view of the same copies exists once per stage and phase.
         reads = tuple(self._resolve(source) for source in input_nodes(node))
         key = (node, self._stage, self._phase, reads)
         if key in self._views:

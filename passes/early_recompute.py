@@ -27,6 +27,7 @@ def early_recompute(joint: JointGraph) -> JointGraph:
     """Move nodes that gain by it from phase backward to phase recompute. Runs where no budget decides."""
     waits = set(joint.tangents)
     free: dict[int, list[fx.Node]] = {}
+    # In graph order, so `waits` is complete for the sources of each node.
     for node in joint.in_phase(Phase.BACKWARD):
         if any(source in waits for source in input_nodes(node)) or is_seeded(node):
             waits.add(node)
@@ -34,6 +35,7 @@ def early_recompute(joint: JointGraph) -> JointGraph:
             free.setdefault(node.meta[Mark.STAGE], []).append(node)
     for nodes in free.values():
         views = {node for node in nodes if is_view(node)}
+        # Views are left out of the cut; they follow their readers below.
         late = _cut([node for node in nodes if node not in views])
         for node in nodes:
             if node not in late:
@@ -47,6 +49,7 @@ def early_recompute(joint: JointGraph) -> JointGraph:
 
 def _end_early(joint: JointGraph) -> None:
     """A stage whose gradients depend on no incoming gradient has nothing to start before: all of it is its backward."""
+    # A stage whose backward would be empty runs everything late: there is nothing that could overlap.
     early = _by_stage(joint, Phase.RECOMPUTE)
     for stage in early.keys() - _by_stage(joint, Phase.BACKWARD).keys():
         for node in early[stage]:
@@ -78,6 +81,7 @@ def _cut(candidates: list[fx.Node]) -> set[fx.Node]:
     made = {value: 2 + 2 * index for index, value in enumerate(sizes)}
     unit = unit_of(sizes.values())
     arcs: list[Arc] = []
+    # Numbers: `made` is "computed late", the next one "passed late".
     for value, size in sizes.items():
         handed = made[value] + 1
         arcs.append((handed, made[value], size // unit))
@@ -97,6 +101,7 @@ def _bytes(node: fx.Node) -> int:
     """Bytes that holding the value keeps allocated: all of its storage, whichever node allocated it."""
     inside = set(storages(node))
     maker = node
+    # A view of a view has no bytes of its own: those of the storage's maker count.
     while not maker.meta.get(Mark.BYTES) and maker.all_input_nodes:
         shared = [source for source in input_nodes(maker) if inside & set(storages(source))]
         if not shared or shared[0].op == "placeholder":

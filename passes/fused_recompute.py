@@ -66,9 +66,13 @@ def _repeated(joint: JointGraph) -> set[fx.Node]:
     }
     pending = list(needed)
     while pending:
+        # What the backward reads, and what that could be repeated from, back to values that no kernel computes on the
+        # way.
         value = pending.pop()
         if value in costs:
             continue
+        # Costs in bytes of traffic: an output is written anyway, so keeping it costs half; a value that would otherwise
+        # stay inside a kernel has to be written as well as read.
         costs[value] = tensor_bytes(tensor_values(value)) // (_RETURNED if value in returned else 1)
         costs[value] *= _WRITTEN if is_virtual(value, Phase.FORWARD) else 1
         if is_fusible(value) and joint.mutated_inputs.isdisjoint(map(viewed, _operands(value))):
@@ -76,6 +80,7 @@ def _repeated(joint: JointGraph) -> set[fx.Node]:
             pending += _bases(value)
     if not fusible.intersection(needed):
         return set()
+    # Two vertices for each value: read by the backward, and repeated there.
     passed = {value: 2 + 2 * index for index, value in enumerate(costs)}
     sizes = {value: tensor_bytes(tensor_values(value)) for value in fusible}
     unit = unit_of([*(cost * _REPEATED for cost in costs.values()), *sizes.values()])
@@ -114,6 +119,7 @@ def _repeat(joint: JointGraph, repeated: set[fx.Node]) -> None:
     """Let the backward read copies, which stand before their first reader in each of its modules."""
     copies: dict[tuple[fx.Node, int, Phase], fx.Node] = {}
 
+    # One copy for each stage and phase that reads it; operands are copied first.
     def copy_of(source: fx.Node, reader: fx.Node) -> fx.Node:
         if source.meta.get(Mark.PHASE) is not Phase.FORWARD or not (source in repeated or is_view(source)):
             return source

@@ -68,6 +68,8 @@ class _Edit:
         self._split_of = {value: row_slice.split(value) for value in (*row_slice.narrow, *row_slice.padded)}
         self._shape_of = {value: list(value.meta["val"].shape) for value in row_slice.padded}
         moved: set[fx.Node] = set()
+        # Members get their sliced operands; where narrow operands are sliced, everything wide behind them has fewer
+        # rows.
         for member, args, kwargs in planned:
             for source in member.all_input_nodes:
                 if source in row_slice.narrow and source not in sliced:
@@ -75,10 +77,12 @@ class _Edit:
             member.args, member.kwargs = fx.map_arg((args, kwargs), lambda source: sliced.get(source, source))
             self._value(member)
             self.made.add(member)
+        # Readers outside get the rows that were left out, as zeros.
         for value in row_slice.padded:
             moved.add(self._padded(value))
         assert isinstance(row_slice.node.args[0], fx.Node)
         source = row_slice.node.args[0]
+        # The slice itself has nothing left to do.
         row_slice.node.replace_all_uses_with(source)
         moved.add(source)
         for node in (row_slice.node, *row_slice.gradients):

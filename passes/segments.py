@@ -70,14 +70,18 @@ def cut_segments(
     if only_starts is not None:
         cuts = [position - 1 for position in only_starts]
     else:
+        # Another graph of the same model was cut before: the same operations begin the segments here.
         whole = _updates(joint, forward) if updates_whole else []
         inside = _covered(_in_kernels(forward), len(forward)) if fused else [False] * len(forward)
         cuts = _narrow_cuts(forward, lives, widths, inside)
+        # Between the first reader of a buffer and its new value no cut is allowed where updates have to stay in one
+        # stage.
         cuts = [cut for cut in cuts if not any(a <= cut < b for a, b in whole)]
         cuts = sorted({*cuts, *(position - 1 for position in required_cuts if position > 0)})
     starts = [0, *(cut + 1 for cut in cuts)]
     index = 0
     for position, node in enumerate(forward):
+        # Nodes in order get the number of the segment that they fall into.
         while index + 1 < len(starts) and position >= starts[index + 1]:
             index += 1
         node.meta[Mark.SEGMENT] = index
@@ -102,6 +106,7 @@ def _lives(forward: list[fx.Node]) -> list[_Life]:
     birth: dict[int, int] = {}
     death: dict[int, int] = {}
     size: dict[int, int] = {}
+    # A storage is alive from its maker to the last reader of any view of it.
     for position, node in enumerate(forward):
         for source in input_nodes(node):
             for storage in storages(source):
@@ -124,6 +129,7 @@ def _in_kernels(forward: list[fx.Node]) -> list[tuple[int, int]]:
     ranges = []
     for first, node in enumerate(forward):
         last = max((position[user] for user in _readers(node) if user in position), default=first)
+        # A value stays inside a kernel if no opaque operation lies between its maker and its last reader.
         if is_in_kernel(node) and bisect_right(opaque, last) == bisect_left(opaque, first):
             ranges.append((first, last))
     return ranges
@@ -131,6 +137,8 @@ def _in_kernels(forward: list[fx.Node]) -> list[tuple[int, int]]:
 
 def _covered(ranges: Iterable[tuple[int, int]], count: int) -> list[bool]:
     """For each position whether a cut after it is inside a range, given by its first and last positions."""
+    # Difference array: +1 where a range begins, -1 where it ends; the running sum is the number of ranges over a
+    # position.
     change = [0] * (count + 1)
     for first, last in ranges:
         change[first] += 1
@@ -153,6 +161,7 @@ def _widths(count: int, lives: list[_Life]) -> list[int]:
         change[life.birth] += life.size
         change[life.death] -= life.size
     widths, live = [], 0
+    # Width of a cut behind position p: bytes born at or before p and not dead by then.
     for position in range(count):
         live += change[position]
         widths.append(live)
@@ -166,14 +175,18 @@ def _narrow_cuts(forward: list[fx.Node], lives: list[_Life], widths: list[int], 
         elapsed.append(elapsed[-1] + _forward_seconds(node))
     limit = elapsed[-1] * _LARGEST_SHARE
     cuts: list[int] = []
+    # Recursion with a stack of ranges (low, high) between cuts. The whole forward is always divided, a part only if it
+    # costs more than a quarter.
     ranges = [(-1, len(forward) - 1)]
     while ranges:
         low, high = ranges.pop()
         inside = candidates[bisect_left(candidates, low + 1) : bisect_left(candidates, high)]
         if not inside or ((low != -1 or high != len(forward) - 1) and elapsed[high + 1] - elapsed[low + 1] <= limit):
             continue
+        # What passes over the whole range (a skip connection) is there wherever the range is cut, so it does not count.
         passing = sum(life.size for life in lives if life.birth <= low and life.death > high)
         narrowest = min(widths[cut] for cut in inside) - passing
+        # All candidates within a quarter of the narrowest: the residual stream of every block, not of one.
         chosen = [cut for cut in inside if widths[cut] - passing <= narrowest * _NEAR_NARROWEST]
         cuts += chosen
         ranges += pairwise([low, *chosen, high])
@@ -197,6 +210,7 @@ def _candidates(forward: list[fx.Node], widths: list[int], inside_kernel: list[b
         working = [position for position, node in enumerate(forward) if node.meta[Mark.SECONDS]]
     tuple_open = inside_tuple(forward)
     positions = []
+    # Between two operations that do arithmetic only the narrowest position is a candidate.
     for first, second in pairwise(working):
         closed = [tuple_open[p] or inside_kernel[p] or is_view(forward[p]) for p in range(first, second)]
         allowed = [p for p, shut in zip(range(first, second), closed, strict=True) if not shut]
@@ -210,6 +224,7 @@ def inside_tuple(forward: list[fx.Node]) -> list[bool]:
     position = {node: index for index, node in enumerate(forward)}
     change = [0] * (len(forward) + 1)
     for index, node in enumerate(forward):
+        # From a tuple to its last item nothing is cut: a tuple cannot be handed over.
         if isinstance(node.meta.get("val"), (tuple, list)):
             last = max((position.get(user, index) for user in node.users), default=index)
             change[index] += 1
@@ -237,6 +252,7 @@ def _assign_backward(joint: JointGraph, last_segment: int) -> None:
     backward = joint.in_phase(Phase.BACKWARD)
     members = set(backward)
     for node in backward:
+        # The rule of order: no later than anything it reads in the backward.
         limit = min((s.meta[Mark.SEGMENT] for s in input_nodes(node) if s in members), default=last_segment)
         paired = by_number.get(node.meta.get("seq_nr", -1))
         if paired is None and not any(source in members for source in input_nodes(node)):

@@ -43,9 +43,11 @@ def tile_regions(joint: JointGraph, tiled: Iterable[tuple[TileRegion, int]], cos
         tiled: regions, with nodes of this graph or of one that it is a copy of, and their number of tiles.
         costs: how bodies are made and counted.
     """
+    # Equal regions share a loop, so the regions are tiled with one set of them.
     loops = Loops(costs)
     stands_for: dict[fx.Node, fx.Node] = {}
     for region, tiles in [(region.on(joint.graph), tiles) for region, tiles in tiled]:
+        # A region may read what an earlier region's loop returns in place of its members.
         completed = _with_results_of_others(region, stands_for)
         tile = _tile_apart if completed.scalar is None else _tile_at_once
         for result, value in tile(joint, completed, tiles, loops).items():
@@ -77,12 +79,14 @@ def _tile_apart(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops)
         """Return whether the backward is given a forward value rather than recomputing it."""
         return node in returned or (node not in region.where and node not in region.whole and is_tensor(node))
 
+    # The backward's loop recomputes the forward's wide values tile by tile, starting from what exists as a whole.
     recomputed = _makers(
         {source for node in backward for source in input_nodes(node)} & set(forward), forward, is_available
     )
     read = {source for node in (*recomputed, *backward) for source in input_nodes(node) if is_available(source)}
     inside = set(region.members)
     made: dict[fx.Node, fx.Node] = {}
+    # Two loops: results of the forward's are saved where the backward reads them, and are narrow or sums.
     for nodes, phase in ((forward, Phase.FORWARD), ([*recomputed, *backward], Phase.BACKWARD)):
         remaining = set(nodes) - set(recomputed if phase is Phase.BACKWARD else ())
         results = [
@@ -99,6 +103,7 @@ def _tile_apart(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops)
         try:
             made.update(zip(results, _insert_loop(joint, divided, tiles, phase, loops), strict=True))
         except UnfitError:
+            # Strides that do not fit: the region stays as it is.
             return {}
     return made
 
@@ -108,6 +113,7 @@ def _tile_at_once(joint: JointGraph, region: TileRegion, tiles: int, loops: Loop
     scalar = region.scalar
     assert scalar is not None
     like, last = scalar.meta["val"], region.in_phase(Phase.FORWARD)[-1]
+    # The backward runs in the forward's loop as if the loss's gradient were 1; it is linear in that gradient.
     one = insert_call(last, aten.full.default, list(like.shape), 1.0, dtype=like.dtype, device=like.device)
     _mark(one, Phase.FORWARD, loops.costs)
     inside = set(region.members)
@@ -133,6 +139,7 @@ def _tile_at_once(joint: JointGraph, region: TileRegion, tiles: int, loops: Loop
     made: dict[fx.Node, fx.Node] = {}
     for result, value in zip(results, values, strict=True):
         made[result] = value
+        # Gradients are scaled when the real one has arrived.
         if result.meta[Mark.PHASE] is not Phase.FORWARD:
             made[result] = insert_call(result, aten.mul.Tensor, value, number)
             _mark(made[result], Phase.BACKWARD, loops.costs)
@@ -181,6 +188,7 @@ def _insert_loop(joint: JointGraph, divided: Divided, tiles: int, phase: Phase, 
     loop, cost = loops.of(divided, tiles, f"tiles_of_{name}")
     operands = []
     for operand in divided.operands:
+        # Rows in several dimensions are one dimension for the loop.
         if operand in region.where and len(region.where[operand]) > 1:
             shape = flat_shape(operand.meta["val"].shape, region.where[operand])
             operand = insert_call(last, aten.view.default, operand, shape)
@@ -207,6 +215,7 @@ def _insert_loop(joint: JointGraph, divided: Divided, tiles: int, phase: Phase, 
         inherit_origin(item, region.widest)
         item.meta["val"] = made.meta["val"][position]
         _mark(item, phase, costs)
+        # Inside a user's checkpoint the loop's results must not be saved either.
         if reasons and phase is Phase.FORWARD:
             item.meta[Mark.MUST_RECOMPUTE] = reasons[0]
         if result in region.where and len(region.where[result]) > 1:
@@ -228,6 +237,7 @@ def _sort(joint: JointGraph) -> None:
     order: list[fx.Node] = []
     for root in list(joint.graph.nodes):
         waiting = [root]
+        # Depth first with a stack: a node is placed when all its sources are; `begun` finds circles.
         while waiting:
             node = waiting[-1]
             missing = [source for source in node.all_input_nodes if source not in placed]
@@ -240,6 +250,7 @@ def _sort(joint: JointGraph) -> None:
             if node not in placed:
                 placed.add(node)
                 order.append(node)
+    # Only nodes that are not where they belong are moved.
     for before, node in itertools.pairwise(order):
         if before.next is not node:
             before.append(node)
