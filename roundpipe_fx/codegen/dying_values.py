@@ -9,6 +9,7 @@ def dying_values(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For each node, the values whose last use it is; a value without uses dies at its own node."""
     dying: dict[fx.Node, list[fx.Node]] = {node: [] for node in graph.nodes}
     seen: set[fx.Node] = set()
+    # From the end: the first reader that is met is the last one to run.
     for node in reversed(graph.nodes):
         if node.op == "placeholder":
             continue
@@ -16,6 +17,7 @@ def dying_values(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             if value not in seen:
                 seen.add(value)
                 dying[node].append(value)
+        # What nobody reads dies where it is made.
         if node.op != "output" and not node.users:
             dying[node].append(node)
     return dying

@@ -62,6 +62,7 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
     returned = tuple(node for node in results if isinstance(node, fx.Node))
     stages = _stages_of(joint)
     last = max(stages.values())
+    # Only what results and new values depend on: other operations have no place in a stage.
     needed = _needed((*returned, *(node for node in updates.values() if isinstance(node, fx.Node))))
     of_batch = _of_batch(joint, needed, updates.keys())
     readers: dict[fx.Node, set[int]] = {}
@@ -70,6 +71,7 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
             readers.setdefault(source, set()).add(stages.get(node, 0))
     for node in returned:
         readers.setdefault(node, set()).add(last)
+    # Values of the batch alone need no gradient, so a later stage computes them again instead of receiving them.
     recomputed = {
         node
         for node in of_batch
@@ -79,6 +81,7 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
     received: list[set[fx.Node]] = [set() for _ in range(last + 1)]
     for node in (node for node in needed if node in stages):
         nodes[stages[node]].add(node)
+    # What a stage reads of others: repeated here if it is of the batch, else received.
     for stage in range(last + 1):
         wanted = [source for node in nodes[stage] for source in input_nodes(node)]
         wanted += returned if stage == last else ()
@@ -87,12 +90,14 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
                 nodes[stage] |= {reader for reader in _needed([node]) if reader in stages}
             else:
                 received[stage].add(node)
+    # Something that one reader has repeated need not be received for another.
     for stage in range(last + 1):
         received[stage] -= nodes[stage]
     _refuse_skips(joint, stages, received)
     order = {node: position for position, node in enumerate(joint.graph.nodes)}
     made = []
     for stage in range(last + 1):
+        # A stage sends what the next one receives; the last one sends the model's results.
         sent = sorted(received[stage + 1], key=order.__getitem__) if stage < last else list(returned)
         new = {
             number: node

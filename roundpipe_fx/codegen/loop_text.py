@@ -27,6 +27,7 @@ def loop_text(loop: TileLoop) -> str:
     sums = iter(placeholders[len(loop.dims) :])
     output = whole.graph.output_node()
     parts = iter(f"{node.name}_rows" for node in output.args[0])
+    # Sums over tiles are updated in place under their own names; results by rows are filled part by part.
     names = [next(sums) if result.dim is None else next(parts) for result in loop.results]
     positions = list(range(len(operands)))
     like = operands[next((position for position in positions if loop.dims[position] is not None), 0)]
@@ -35,6 +36,7 @@ def loop_text(loop: TileLoop) -> str:
         made = f"torch.empty_strided({result.shape}, {result.stride}, dtype={result.made_in}, device={like}.device)"
         start = ".zero_()" if result.start == 0 else f".fill_({result.start})"
         lines.append(f"    {name} = {made}{start if result.dim is None else ''}")
+    # Full tiles in a loop, then the rest, whose body has other sizes.
     left = loop.rows % loop.size
     lines.append(f"    for start in range(0, {loop.rows - left}, {loop.size}):  # {loop.rows} rows")
     lines += _tile_lines(loop, loop.size, operands, names, "start", "        ")

@@ -74,6 +74,7 @@ def seen_by_autograd(backward: Program) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     results: Any = graph.graph_copy(backward.module.graph, copies)
+    # Autograd passes no running sums: it sees the backward without them, with None where they would be read.
     for node, source in zip(backward.module.graph.find_nodes(op="placeholder"), backward.inputs, strict=True):
         if is_sum(source):
             for user in list(copies[node].users):
@@ -94,6 +95,7 @@ def _backward_order(modules: Sequence[StageModule]) -> list[StageModule]:
     for module in modules:
         of_stage.setdefault(module.stage, []).append(module)
         maker.update(dict.fromkeys(module.outputs, module.stage))
+    # The flow of gradients between stages; among stages that may run, the highest number first.
     flow: networkx.DiGraph[int] = networkx.DiGraph()
     flow.add_nodes_from(of_stage)
     for module in modules:
@@ -119,6 +121,7 @@ def _ordered_saved(joint: JointGraph) -> _Saved:
     for node in saved_values(joint):
         kind = scalars if is_symbolic_scalar(node) else objects if is_opaque(node.meta.get("val")) else tensors
         kind.append(node)
+    # AOTAutograd wants tensors without version checks behind the others.
     tensors.sort(key=lambda node: bool(node.meta.get("saved_tensor_with_no_vc_check", False)))
     return _Saved(tensors, objects, scalars)
 
@@ -128,6 +131,7 @@ class _StageCall(nn.Module):
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__()
+        # As a submodule the stage would be copied and traced with the program.
         self.__dict__["_stage"] = module  # not a submodule
 
     def forward(self, arguments: list[Any]) -> Any:

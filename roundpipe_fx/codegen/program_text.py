@@ -47,6 +47,7 @@ def stage_text(module: StageModule) -> str:
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
+        # A comment wherever the user's module changes, not on every line.
         path = _origin(node)
         if path != current:
             lines.append(f"    # {path or 'model'}")
@@ -93,6 +94,7 @@ def program_text(program: Program, describe: Callable[[StageModule], str] = lamb
     if unused:
         lines += _wrapped("    del (", unused, ")")
     record_stream = torch.ops.streams.record_stream.default
+    # Neighbouring `record_stream` calls become one line.
     for target, group in itertools.groupby(list(graph.nodes), key=lambda node: node.target):
         nodes = list(group)
         if target is record_stream:
@@ -157,6 +159,7 @@ def _call_lines(
     if comment:
         lines.append(f"    # {comment}")
     arguments: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    # The list is built, and the names of what dies are deleted, so the callee holds the last references.
     lines += _wrapped("    call = [", [argument.name for argument in arguments], "]")
     dying = [argument.name for argument in dict.fromkeys(arguments) if last_use[argument] is node]
     if dying:

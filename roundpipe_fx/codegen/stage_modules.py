@@ -98,10 +98,14 @@ def emit_stage_modules(
     alike: dict[str, fx.GraphModule] = {}
     for (stage, phase), nodes in sorted(pieces.items()):
         members = set(nodes)
+        # Inputs in graph order, whatever order nodes read them in: equal stages have equal signatures.
         inputs = sorted({s for node in nodes for s in input_nodes(node) if s not in members}, key=position.__getitem__)
         outputs = [node for node in nodes if any(user not in members for user in node.users)]
+        # A phase without results is kept only for its effects.
         if not outputs and not any(has_side_effect(node) or is_seeded(node) for node in nodes):
             continue
+        # Stages that do the same on the same shapes share one module; workspaces are not in the fingerprint, so they
+        # are part of the key.
         digest = fingerprint(nodes, outputs, inputs)
         if digest not in alike:
             key = digest, tuple([node.meta.get(Mark.WORKSPACE, 0) for node in nodes])
@@ -135,6 +139,7 @@ def own_nodes(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule
     pieces = _pieces(joint)
     first: dict[str, list[fx.Node]] = {}
     by_module = {}
+    # Modules of equal stages have the names of the first one's nodes: pairs by position.
     for position, module in sorted(modules.items()):
         names = first.setdefault(module.fingerprint, pieces[position])
         by_module[module.name] = {
@@ -186,6 +191,7 @@ def moved(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     for node in graph.nodes:
         if isinstance(node.target, TileLoop):
             node.target = node.target.mapped(lambda body: moved(body, device))
+        # Devices in arguments (of factories) are part of the trace, so they move as well; those on the CPU stay.
         node.args, node.kwargs = tree_map_only(
             torch.device, lambda original: original if _stays(original, device) else device, (node.args, node.kwargs)
         )

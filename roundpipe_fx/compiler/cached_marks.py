@@ -41,6 +41,7 @@ def marks_as_data(
         ``None`` if the passes did more than mark nodes, or marked them with other than plain values.
     """
     nodes = list(joint.computed())
+    # Names in order are the check: no node was added, removed or moved.
     if [node.name for node in nodes] != list(before) or joint.parts:
         return None
     columns: dict[str, list[Any]] = {}
@@ -72,6 +73,7 @@ def mark_as_cached(joint: JointGraph, data: Any) -> JointGraph:
     """
     nodes = list(joint.computed())
     columns, segments, cuts = data
+    # The data come from a file, so every value's type and every length is checked before a node is marked.
     for key, values in columns.items():
         types = _PLAIN.get(key, ())
         if len(values) != len(nodes) or not all(value is None or type(value) in types for value in values):

@@ -75,6 +75,7 @@ def emit(
     seconds: dict[tuple[int, Phase], float] = {}
     unfilled = Unfilled(full_of(setting))
     recompute_seconds = 0.0
+    # Seconds by stage and phase; nodes with an origin are recomputations.
     for node in joint.computed():
         key = node.meta[Mark.STAGE], node.meta[Mark.PHASE]
         seconds[key] = seconds.get(key, 0.0) + node.meta[Mark.SECONDS]
@@ -88,6 +89,7 @@ def emit(
     forward = emit_forward_program(joint, modules)
     backward = emit_backward_program(joint, modules) if training else None
     tangents = joint.expected_tangents
+    # Copies to the host are decided on the emitted programs, since only these have an order of calls.
     if backward is not None:
         if setting.context.runs_programs and (setting.sent or wants_host(joint, setting.device.type)):
             granularity = allocation_granularity(setting.device)

@@ -73,6 +73,7 @@ def hidden_copies(
     """
     positions = {name: position for position, (name, _) in enumerate(backward)}
     offloaded = _leaving(values, forward, positions, byte_seconds, enough, room)
+    # Backwards in time: each copy back ends when its stage begins, or when the link is needed by a later one.
     begins = [0.0, *accumulate(seconds for _, seconds in backward)]
     link = begins[-1]
     copies = []
@@ -82,6 +83,7 @@ def hidden_copies(
         link = min(begins[leaving.back], link) - leaving.value.bytes * byte_seconds
         if link < 0:
             break  # all others are read earlier still
+        # The copy begins during this call, and so before the stage that the call belongs to.
         during = max(position for position in range(leaving.back) if begins[position] <= link)
         reloaded = starts_of_stages[during]
         if leaving.freed == len(forward) - 1 and reloaded == 0:
@@ -112,9 +114,11 @@ def _leaving(
     by_maker: dict[int, list[MayLeave]] = {}
     for value in values:
         by_maker.setdefault(calls[value.maker], []).append(value)
+    # Forwards in time: `link` is when the link will be free.
     link, left = 0.0, 0
     offloaded: list[_LeavingValue] = []
     for maker, made in sorted(by_maker.items()):
+        # Values of one call leave together, until enough bytes have left or the host has no room.
         group = []
         for value in made:
             fits = left < enough and left + value.bytes <= room
@@ -123,10 +127,12 @@ def _leaving(
                 left += value.bytes
         # Copies of one call's results follow each other in any order.
         link = max(link, ends[maker]) + sum(value.bytes for value in group) * byte_seconds
+        # The call during which the copies end: there the memory is freed.
         over = next((position for position, end in enumerate(ends) if end >= link), None)
         if over is None:
             break
         for value in group:
+            # Freed no earlier than behind the last reader of the forward.
             last = max([maker + 1, *(calls[reader] for reader in value.readers if reader in calls)])
             back = min(backward[reader] for reader in value.readers if reader in backward)
             if max(over, last) < len(forward) and back:

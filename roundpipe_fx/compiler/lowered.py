@@ -129,6 +129,7 @@ class Lowered:
     @functools.cached_property
     def call_peak(self) -> PeakMoment:
         """The predicted peak of a step with this call alone, after the worst history of the allocator."""
+        # The allocator's history is not known when a plan is made: the worst of several counts.
         now = map(self._peak_after, self.setting.histories)
         return max((self._lasting_peak, *now), key=lambda peak: peak.bytes)
 
@@ -149,6 +150,7 @@ class Lowered:
     @functools.cached_property
     def footprint(self) -> Footprint:
         """The memory footprint of one call."""
+        # The allocator's rounding is no part of the footprint's events: the difference is added as a whole.
         beyond = max(self.call_peak.bytes - peak_of_course(self._course).bytes, 0)
         return footprint_of_course(self._course, self.gradient_owners, beyond)
 

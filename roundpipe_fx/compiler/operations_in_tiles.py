@@ -99,6 +99,8 @@ def without_common_subexpressions(joint: JointGraph, setting: Setting) -> JointG
     forward = joint.in_phase(Phase.FORWARD)
     if any(budget_of_region(node) is not None or Mark.MUST_RECOMPUTE in node.meta for node in forward):
         return None
+    # What merging equal values would free, against all that is saved: only a share that matters is worth a second
+    # graph.
     saved = sum(tensor_bytes(tensor_values(node)) for node in saved_values(joint) if node.op != "placeholder")
     freed = sum(tensor_bytes(tensor_values(node)) for node in common_subexpressions(joint))
     # A few numbers that layers count with are not worth reading the graph once more.

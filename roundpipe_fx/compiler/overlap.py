@@ -28,11 +28,13 @@ class Unfilled:
         """Count a node."""
         seconds = node.meta[Mark.SECONDS]
         self._seconds[part] += seconds
+        # A result of fewer elements than the device has threads leaves part of it idle.
         if seconds and sum(size_hint(value.numel()) for value in tensor_values(node)) < self._full:
             self._small[part] += seconds
 
     def overlap_pays(self, *parts: tuple[int, Phase]) -> bool:
         """Return whether one of these parts leaves the device so idle that another can run beside it."""
+        # Half of the time without a full device: another part may run beside it.
         return any(self._small[part] >= self._seconds[part] / 2 for part in parts)
 
 

@@ -105,6 +105,7 @@ class PlanFile:
                 schedule=data["schedule"],
                 marks=data["marks"],
             )
+            # A plan whose stored peak exceeds its limit was never returned by a search: the file was changed.
             if not plan.frontier or plan.peak > plan.limit:
                 raise ValueError("its peak exceeds the budget")
         except FileNotFoundError:
@@ -171,6 +172,7 @@ def plan_file(
         return None
     lines += [*sorted(map(str, registered_syncs)), repr(sorted(workspaces.items()))]
     text = "\n".join(lines)
+    # The address of an object in a text differs between processes, so it cannot be a key.
     if _ADDRESS in text:
         return None
     return PlanFile(cache_folder() / "plans" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json")
