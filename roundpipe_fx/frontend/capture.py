@@ -97,6 +97,7 @@ def capture(
     Returns:
         the function that Dynamo calls instead of the graph.
     """
+    # Inputs that share memory are noted before tracing: a traced graph is only right for the same sharing.
     shared = shared_inputs(example_inputs)
     try:
         run, written = _compiled(module, example_inputs, compilation, shared)
@@ -106,6 +107,7 @@ def capture(
         warn_of_invalid_backward(error)
         return eager_graph(module)
     except _WrittenInSharedMemoryError:
+        # Traced again as if nothing shared memory; calls that do are run eagerly.
         example_inputs = separate_memory(module, example_inputs, shared)
         run, written = _compiled(module, example_inputs, compilation, SharedInputs((), ()))
     run = torch_private.without_class(run, example_inputs)
@@ -142,6 +144,7 @@ def _compiled(
             if bases:
                 written.update(position for group in shared.groups for position in group)
             traced = True
+            # The status line ends when tracing does, not when compilation does.
             tracing.close()
 
         def partition(joint: fx.GraphModule, inputs: Any, **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -170,6 +173,7 @@ def _compiled(
             try:
                 run = compile_graph(module, example_inputs)
             except (AssertionError, RuntimeError) as error:
+                # Before the joint graph exists an error is of the user's backward, or of inputs that share memory.
                 if not traced and is_of_backward(error):
                     raise InvalidBackwardError(str(error)) from error
                 # AOTAutograd refuses views of different dtypes, of detached tensors, and others.
@@ -201,6 +205,7 @@ def joint_graph_of(
         is_object = torch_private.is_opaque(node.meta.get("val"))  # the mesh of a DTensor, beside its local tensor
         if index is not None and index < len(input_labels) and not is_object:
             label, is_parameter = input_labels[index]
+            # Names are labels for messages and files, so they have to be unique.
             # Modules in a closure or a list all appear as roots, so their parameters may have the same name.
             repeated = next(n for n in itertools.count() if (f"{label}_{n}" if n else label) not in names)
             labels[node] = f"{label}_{repeated}" if repeated else label

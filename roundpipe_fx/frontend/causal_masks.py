@@ -82,6 +82,7 @@ def _leave_out(module: fx.GraphModule, outside: Mapping[fx.Node, Any], known: di
     """
     changed = False
     for node in [*module.graph.nodes]:
+        # Bodies of checkpoints are graphs of their own; their inputs stand for values outside.
         body = checkpoint_body(module, node)
         if body is not None:
             inputs = body.graph.find_nodes(op="placeholder")
@@ -99,6 +100,7 @@ def _leave_out_mask(call: fx.Node, outside: Mapping[fx.Node, Any], known: dict[f
     if not isinstance(argument, fx.Node) or arguments.get("is_causal", False):
         return False
     node: Any = argument
+    # Follow a mask that enters a body to the node that computes it.
     while node in outside:
         node = outside[node]
     if node not in known:
@@ -109,6 +111,8 @@ def _leave_out_mask(call: fx.Node, outside: Mapping[fx.Node, Any], known: dict[f
     key, value = arguments["key"], arguments["value"]
     assert isinstance(key, fx.Node) and isinstance(value, fx.Node)
     once = _repeated(key), _repeated(value)
+    # Keys and values that were repeated for groups of queries: eagerly they are passed as they are, and attention
+    # groups them.
     if None not in once and _is_grouped_eagerly(call, key, value, mask.sources):
         arguments = arguments | {"key": once[0], "value": once[1], "enable_gqa": True}
     call.args = (arguments["query"], arguments["key"], arguments["value"])
@@ -121,6 +125,7 @@ def _leave_out_mask(call: fx.Node, outside: Mapping[fx.Node, Any], known: dict[f
 
 def _drop_unread(nodes: Iterable[fx.Node]) -> None:
     """Erase pure operations whose results nothing reads, and then those that they alone read."""
+    # Erasing a node may leave its operands unread as well.
     for node in dict.fromkeys(nodes):
         if pure_operation(node) is not None and not node.users:
             operands = node.all_input_nodes
@@ -137,6 +142,7 @@ def _sources(mask: fx.Node, outside: Mapping[fx.Node, Any]) -> dict[fx.Node, fx.
         each with the node that computes it: itself, unless it is an input of a body.
     """
     sources: dict[fx.Node, fx.Node] = {}
+    # Depth first; operands come before their readers in the result, so forms are computed in this order.
     waiting = [(mask, False)]
     while waiting:
         node, is_done = waiting.pop()
@@ -168,6 +174,7 @@ def _classify(mask: fx.Node, outside: Mapping[fx.Node, Any]) -> _Mask | None:
         return None
     with without_modes(), torch.device("cpu"), torch.no_grad():
         forms: dict[fx.Node, IndexForm | None] = {}
+        # By form first, which holds for all sizes; by values only where all sizes are known.
         for node, computed in sources.items():
             forms[node] = index_form(node, forms) if computed is node else forms[computed]
         kind = _kind_of_form(forms[mask], value.dtype)
@@ -198,6 +205,7 @@ def _kind_of_form(form: IndexForm | None, dtype: torch.dtype) -> _Kind | None:
     kept, masked = (True, False) if dtype is torch.bool else (0, -torch.inf)
     if isinstance(form, Affine) and form.is_constant and form.offset == kept:
         return "nothing masked"
+    # Exactly one condition, and the constants of a mask: anything else is no causal mask.
     if not isinstance(form, Choice) or (form.inside, form.outside) != (kept, masked) or len(form.conditions) > 1:
         return None
     (condition,) = form.conditions

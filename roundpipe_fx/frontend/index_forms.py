@@ -148,8 +148,11 @@ def _flat(form: Affine, shape: Sequence[Any]) -> Affine:
 def _bounds(form: Affine, shape: Sequence[Any]) -> tuple[float, float]:
     """The least and the largest value at the indices of a shape; a symbolic size may be any."""
     least = most = float(form.offset)
+    # Example: 1 + 2·i - j for i < 4 and j < 3: the offset is 1, i adds 0 to 6, j adds -2 to 0.
+    # So the least value is -1 and the most is 7.
     for slope, size in zip(form.slopes, shape, strict=True):
         if slope:
+            # A symbolic size has no upper bound: an index may be as large as one likes.
             end = slope * (size - 1 if isinstance(size, int) else math.inf)
             least, most = least + min(end, 0), most + max(end, 0)
     return least, most
@@ -160,6 +163,8 @@ def _settled(form: IndexForm, shape: Sequence[Any]) -> IndexForm:
     if isinstance(form, Affine):
         return _flat(form, shape)
     strictest: dict[tuple[int, ...], Affine] = {}
+    # Conditions that can never hold make the whole form the outside constant; those that always hold are dropped; of
+    # parallel ones the strictest stays.
     for condition in form.conditions:
         condition = _flat(condition, shape)
         least, most = _bounds(condition, shape)
@@ -170,6 +175,7 @@ def _settled(form: IndexForm, shape: Sequence[Any]) -> IndexForm:
             strictest[condition.slopes] = condition
     if not strictest or (form.inside == form.outside and type(form.inside) is type(form.outside)):
         return Affine((0,) * len(shape), form.inside)
+    # Canonical: a single condition grows with its last index, so "j <= i" and "not i < j" are equal.
     if len(strictest) == 1:
         (condition,) = strictest.values()
         if [slope for slope in condition.slopes if slope][-1] < 0:
@@ -181,6 +187,8 @@ def _conditions(form: IndexForm) -> list[Affine] | None:
     """Conditions that all hold exactly where a boolean is true; ``None`` if it is not written so."""
     if isinstance(form, Choice) and (form.inside, form.outside) == (True, False):
         return [*form.conditions]
+    # "False where c <= 0, else True" is "True where not c <= 0"; with two conditions that would be a union, which has
+    # no form.
     if isinstance(form, Choice) and (form.inside, form.outside) == (False, True) and len(form.conditions) == 1:
         return [condition.beyond() for condition in form.conditions]
     return None
@@ -215,6 +223,7 @@ def _arange(operation: _Operation) -> IndexForm | None:
 
 
 def _filled(operation: _Operation) -> IndexForm | None:
+    # `ones` and `zeros` name their number; other functions have it as an argument.
     by_name = {"ones": 1, "zeros": 0}
     number = next((number for name, number in by_name.items() if name in operation.name), None)
     if number is None:
@@ -275,6 +284,7 @@ def _sliced(form: Affine, index: Sequence[Any], dims: int) -> Affine | None:
     """Indexing by slices, numbers, ``None`` and ``...``; ``None`` where a place is counted from the end."""
     named = sum(item is not None and item is not Ellipsis for item in index)
     rest = [slice(None)] * (dims - named)
+    # An ellipsis stands for as many full slices as dimensions are left.
     position = next((position for position, item in enumerate(index) if item is Ellipsis), None)
     full = [*index, *rest] if position is None else [*index[:position], *rest, *index[position + 1 :]]
     slopes, offset, remaining = [], form.offset, list(form.slopes)
@@ -285,6 +295,7 @@ def _sliced(form: Affine, index: Sequence[Any], dims: int) -> Affine | None:
         slope = remaining.pop(0)
         start = item.start or 0 if isinstance(item, slice) else item
         step = (item.step or 1) if isinstance(item, slice) else 1
+        # A start that is not known matters only where the values change along this dimension.
         if type(start) is not int or type(step) is not int or start < 0:
             if not slope and isinstance(item, slice):
                 start, step = 0, 1
@@ -304,6 +315,7 @@ def _differences(operation: _Operation) -> IndexForm | None:
         return None
     dim = operation.argument(2, "dim", -1) % operation.result.dim()
     slope = form.slopes[dim]
+    # With `prepend` the first difference has to be the slope as well: the prepended value is the one before the first.
     if before is not None:
         shape = before.meta["example_value"].shape
         if _numbers([shape[dim]]) != [1] or operation.form(before) != _flat(
@@ -327,6 +339,7 @@ def _triangle(operation: _Operation) -> IndexForm | None:
     if not isinstance(form, Affine) or not form.is_constant or type(diagonal) is not int:
         return None
     across = (0,) * (operation.result.dim() - 2)
+    # Lower triangle: kept where j - i <= diagonal, that is -i + j - diagonal <= 0.
     slopes = (-1, 1) if operation.name == "tril" else (1, -1)
     kept = Affine((*across, *slopes), -diagonal if operation.name == "tril" else diagonal)
     return Choice(frozenset([kept]), form.offset, type(form.offset)(0))
@@ -344,6 +357,7 @@ def _elementwise(operation: _Operation) -> IndexForm | None:
         if all(isinstance(form, Affine) and form.is_constant for form in forms):
             return Affine((0,) * dims, _computed(node, dict(zip(operands, _offsets(forms), strict=True))))
         return _of_affine(operation, forms)
+    # Two different regions: only their intersection has a form, which a boolean AND is.
     if len({choice.conditions for choice in choices}) > 1:
         conditions = [_conditions(form) for form in forms]
         if operation.name not in _AND or operation.result.dtype is not torch.bool or None in conditions:
@@ -351,6 +365,7 @@ def _elementwise(operation: _Operation) -> IndexForm | None:
         return Choice(frozenset(one for several in conditions if several is not None for one in several), True, False)
     if not all(isinstance(form, Choice) or form.is_constant for form in forms):
         return None
+    # Both constants of the choice are computed by the operation itself, so its rounding and dtypes are exact.
     inside, outside = (
         _computed(node, dict(zip(operands, numbers, strict=True)))
         for numbers in (
@@ -398,6 +413,7 @@ def _of_affine(operation: _Operation, forms: Sequence[IndexForm]) -> IndexForm |
     if not isinstance(left, Affine) or not isinstance(right, Affine):
         return None
     numbers = [*left.slopes, left.offset, *right.slopes, right.offset]
+    # Small integers only: no overflow, and exact in every floating-point dtype that they may be cast to.
     if not all(type(number) is int and abs(number) < _LARGEST for number in numbers):
         return None
     name, shape = operation.name, operation.result.shape
@@ -405,6 +421,7 @@ def _of_affine(operation: _Operation, forms: Sequence[IndexForm]) -> IndexForm |
         return left if name in ("to", "long", "int") and operation.result.dtype in _COUNTING else None
     if name in _COMPARED:
         swapped, strict = _COMPARED[name]
+        # a <= b is a - b <= 0; a < b is a - b + 1 <= 0 for integers.
         return Choice(frozenset([_sum(*((right, left) if swapped else (left, right)), -1, strict)]), True, False)
     if name in ("eq", "ne"):
         difference = _sum(left, right, -1, 0)

@@ -39,6 +39,7 @@ def opaque_backwards(module: fx.GraphModule) -> Iterator[list[OpaqueCall]]:
     definitions = torch_private.registered_backwards(list(dict.fromkeys(targets)))
     originals = [(definition._backward_fn, definition._setup_context_fn) for definition in definitions]
     calls: list[OpaqueCall] = []
+    # The registered functions are exchanged for the time of the capture, and restored whatever happens.
     for definition, (backward, setup_context) in zip(definitions, originals, strict=True):
         definition._backward_fn = _traceable(definition._qualname, backward, calls)
         definition._setup_context_fn = _remembering(setup_context)
@@ -111,6 +112,7 @@ def _remembering(setup_context: Callable[..., Any] | None) -> Callable[..., Any]
     """Wrap ``setup_context`` so that shapes and layouts of the operator's inputs are recorded for the context."""
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any, **keywords: Any) -> Any:
+        # What the backward needs to know of its inputs is noted in the forward, when the inputs themselves are known.
         leaves, structure = tree_flatten(inputs)
         kinds = [
             (tuple(value.shape), _ValueSpec(_order(value), value.dtype, value.device))
@@ -131,6 +133,7 @@ def _order(value: torch.Tensor) -> tuple[int, ...]:
 
 def _traceable(name: str, original: Callable[..., Any], calls: list[OpaqueCall]) -> Callable[..., Any]:
     def backward(context: Any, *gradients: Any) -> Any:
+        # A backward that can be traced is traced: an opaque one cannot be cut, fused or recomputed in part.
         if torch_private.traces(lambda: original(context, *gradients), gradients):
             return original(context, *gradients)
         return _call_opaque(name, original, context, gradients, calls)
@@ -147,6 +150,7 @@ def _call_opaque(
     wanted = tuple(bool(need) and kind is not None for need, kind in zip(flat_needs, kinds, strict=True))
     needed = [kind for want, kind in zip(wanted, kinds, strict=True) if want]
     tensors: list[torch.Tensor] = []
+    # Sizes are arguments too, so that symbolic ones stay symbolic.
     sizes = [size for shape, _ in needed for size in shape]
     template = emptied((tuple(context.saved_tensors), attributes, gradients), tensors, sizes)
     call = OpaqueCall(original, context.needs_input_grad, wanted, template, tuple(kind for _, kind in needed))
@@ -159,6 +163,7 @@ def _call_opaque(
 def _registered(name: str, call: OpaqueCall) -> tuple[str, OpaqueCall]:
     """The key of a call, and the call stored under it; both are the same for calls with equal constants."""
     digest = hashlib.sha256(repr((call.needs, call.template, call.inputs)).encode()).hexdigest()[:8]
+    # A digest may be shared by different calls: they are compared by value, and numbered where they differ.
     for number in itertools.count():
         key = f"{name}/{digest}" + (f".{number}" if number else "")
         known = _calls.get(key)

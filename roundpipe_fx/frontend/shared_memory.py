@@ -71,6 +71,7 @@ def _storage_id(value: Any) -> int | None:
 
 def _overlap(tensors: Sequence[tuple[torch.Tensor, bool]]) -> bool:
     """Return whether the memory between the first and the last element of a written tensor is another's too."""
+    # Two reads never conflict: one of the two has to be written to.
     for (one, writes_one), (other, writes_other) in itertools.combinations(tensors, 2):
         if (writes_one or writes_other) and _extents_overlap(one, other):
             return True
@@ -84,6 +85,7 @@ def _extents_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _extent(value: torch.Tensor) -> tuple[Any, Any]:
     begin = value.storage_offset() * value.itemsize
+    # Bytes from the first to behind the last element; strided elements in between count as covered.
     if value.numel() == 0:
         return begin, begin
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
@@ -118,6 +120,7 @@ def separate_memory(module: fx.GraphModule, inputs: Sequence[Any], shared: Share
     separate = list(inputs)
     placeholders = module.graph.find_nodes(op="placeholder")
     for position in itertools.chain(*shared.groups):
+        # A fake tensor of the same layout in memory of its own, which requires a gradient in the same way.
         value = placeholders[position].meta["example_value"]
         with value.fake_mode:
             fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
@@ -147,6 +150,8 @@ def run_if_shared_as_traced(
         labels: for each input its path, and whether it is a parameter or a buffer.
     """
     user_inputs = {position for position, (_, is_part_of_model) in enumerate(labels) if not is_part_of_model}
+    # Parameters share memory among themselves as they did when traced; only what the user passes, and what is written,
+    # is compared.
     among = sorted(range(len(traced)) if user_inputs & set(written) else user_inputs | set(written))
     if not written:
         return run
