@@ -96,8 +96,8 @@ def _without_disabled(passes: Sequence[Pass]) -> list[Pass]:
             default = ", ".join(item.name for item in passes if not item.changes_numerics)
             rounding = ", ".join(item.name for item in passes if item.changes_numerics)
             raise InvalidPassesError(
-                f"ROUNDPIPE_FX_DISABLE: no pass is named {name!r}.{hint} Default passes, which keep the bits of results: "
-                f"{default}. Passes that change numerics: {rounding}."
+                f"ROUNDPIPE_FX_DISABLE: no pass is named {name!r}.{hint} Default passes, which keep the bits of "
+                f"results: {default}. Passes that change numerics: {rounding}."
             )
     return [item for item in passes if item.name not in disabled_passes()]
 

@@ -95,8 +95,10 @@ def changes_of_step(step: EmittedStep) -> list[_Change]:
     changes: list[_Change] = []
     alive = beyond = 0
     beyond_number, free_number = -1, len(values)
+    # Order within a moment as the simulator has it: values are made, the workspace exists for the moment, values die.
     for at, moment in enumerate(moments):
         alive += sum(values[number].bytes for number in born[at])
+        # What the allocator counts beyond the sizes is one allocation of its own, replaced whenever it changes.
         beyond_now = max(moment.bytes - moment.workspace - alive, 0)
         if beyond and beyond_now != beyond:
             changes.append(_Change(beyond_number, 0, [], at))
@@ -130,6 +132,7 @@ def changes_of_pipeline(timeline: Timeline, stages: Sequence[PlannedStage]) -> l
     Returns:
         changes by device.
     """
+    # An action of a pipeline is one allocation from its start to its end, of the most bytes that the device has then.
     modules = {stage.index: stage.modules for stage in stages}
     changes: list[list[_Change]] = [[] for _ in range(1 + max(bar.device for bar in timeline.predicted))]
     for bar in timeline.predicted:
@@ -175,6 +178,7 @@ def _emitted_frame(step: EmittedStep, origin: str, value: str, name: str, call: 
     """
     phase = call.rpartition("_")[2]
     lines = [line for line in step.lines.get(origin, ()) if line.file.endswith(f".{phase}.py")]
+    # Lines that assign the value come first; others only mention its origin.
     lines.sort(key=lambda line: not line.text.startswith(f"{value}:"))
     return _frame(lines[0].file, lines[0].line, f"{name} in {call}") if lines else _frame(call, 0, name)
 
@@ -214,6 +218,7 @@ def _laid_out(changes: Sequence[_Change], device: int) -> tuple[list[dict[str, A
             "frames": frames,
         }
 
+    # First fit: addresses have no meaning but to be disjoint while values are alive.
     for change in changes:
         if change.bytes:
             size = _aligned(change.bytes)
@@ -242,6 +247,7 @@ def _laid_out(changes: Sequence[_Change], device: int) -> tuple[list[dict[str, A
 def _give_back(gaps: list[tuple[int, int]], begin: int, end: int) -> None:
     """Add a gap, and merge it with its neighbours."""
     at = bisect_left(gaps, (begin, end))
+    # Merge with the gap behind and the gap in front.
     if at < len(gaps) and gaps[at][0] == end:
         end = gaps.pop(at)[1]
     if at and gaps[at - 1][1] == begin:
@@ -255,6 +261,7 @@ def _segment(
     blocks: list[dict[str, Any]] = []
     end = base
     for address, change in [*sorted(allocated, key=lambda item: item[0]), (top, _Change(-1, 0, [], 0))]:
+        # Between two allocations that are left at the end lies a free block.
         if address > end:
             size = address - end
             blocks.append({"address": end, "size": size, "requested_size": 0, "state": "inactive", "frames": []})

@@ -155,6 +155,7 @@ _current = _CurrentCall()
 
 def _call_counted(run: Callable[[], Any], inputs: Sequence[Any]) -> Any:
     """Call compiled code, which allocates without an operation that a dispatch mode sees, and count it."""
+    # Calls of compiled code may be nested; the outermost one's record has everything.
     active = dict.fromkeys(active_dispatch_modes())
     counted_by = [mode for mode in active if isinstance(mode, _LiveStorages)]
     if not counted_by or _current.compiled is not None:
@@ -175,6 +176,7 @@ def _call_counted(run: Callable[[], Any], inputs: Sequence[Any]) -> Any:
         for storages in counted_by:
             for size in call.freed.get(storages, ()):
                 storages._change(-size)
+    # Outputs that share memory with inputs are no allocations.
     known = {storage._cdata for reference in storages_of_inputs if (storage := reference()) is not None}
     for value in filter(_has_storage, tree_leaves(result)):
         for storages in counted_by:
@@ -252,6 +254,7 @@ class _LiveStorages(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage, known: set[int]) -> None:
         key = storage._cdata
+        # A storage is counted once, by identity; its finalizer takes it off again.
         if key in self._sizes or key in known or storage.device.type != "cpu":
             return
         size = storage.nbytes()
@@ -306,6 +309,8 @@ class _LiveStorages(TorchDispatchMode):
                 before the measurement.
             ended: when it returned. What it leaves is counted from then on as other storages are.
         """
+        # A free in the record is either of a storage that finalizers will report (`counted`) or of a temporary of the
+        # call (`local`).
         local, counted = Counter[int](), Counter(freed)
         held = 0
         with self._lock:
@@ -320,6 +325,8 @@ class _LiveStorages(TorchDispatchMode):
                     source[-size] -= 1
                 held += size
                 self._log.append((min(allocation.seconds, ended), size))
+            # At the end of the call everything that it holds is taken back: its outputs are counted as storages from
+            # here on.
             self._log.append((ended, -held))
             self._uncounted -= 1
             if not self._uncounted:
@@ -327,6 +334,7 @@ class _LiveStorages(TorchDispatchMode):
 
     def _count_log(self) -> None:
         level = self._before_log
+        # All logs merged by time: several workers may have run compiled code at once.
         for _, size in sorted(self._log, key=lambda entry: entry[0]):
             level += size
             self.peak = max(self.peak, level)

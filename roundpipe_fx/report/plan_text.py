@@ -71,6 +71,7 @@ def header_lines(plan: Decisions) -> list[str]:
 
 def _memory_of_device(plan: Decisions, model: ModelMemory) -> str:
     """All that a device holds at the peak, by what people call it."""
+    # The largest parts of what the device holds; what no part names are temporaries and outputs.
     gradients = sum(value.bytes for value in plan.peak.live if value.gradient)
     saved = sum(value.bytes for value in plan.peak.live if value.saved and not value.gradient)
     parts = {"parameters": model.parameters, f"{model.optimizer_name}'s state": model.optimizer}
@@ -214,6 +215,7 @@ def _host_lines(pipeline: PlannedPipeline) -> list[str]:
 
 def _peaks_text(peaks: Sequence[int]) -> str:
     """Peaks of devices in order, neighbours that are equal as one; the largest is always among them."""
+    # Equal neighbours are one entry: 8 × 1.2 GiB.
     runs = [(size, len(list(same))) for size, same in itertools.groupby(peaks)]
     texts = [f"{count} × {bytes_text(size)}" if count > 1 else bytes_text(size) for size, count in runs[:_SHOWN]]
     shown = ", ".join(texts)
@@ -317,6 +319,7 @@ def _fates(plan: Decisions) -> Iterator[tuple[int, str, PlannedValue]]:
     for stage in plan.stages:
         replayed = {value.name for value in stage.replayed}
         for fate in LISTS:
+            # A replayed value is listed among the recomputed ones as well; it is told once, as replayed.
             for value in getattr(stage, fate):
                 if fate == "replayed" or value.name not in replayed:
                     yield stage.index, fate, value

@@ -34,6 +34,7 @@ def summary_lines(plan: Decisions) -> list[str]:
     Returns:
         at most 40 lines.
     """
+    # The table of divisions takes rows, so the other tables get fewer: the summary has at most 40 lines.
     mesh = plan.pipeline.mesh if plan.pipeline is not None else None
     divisions = division_lines(mesh, _ROWS) if mesh is not None else []
     most = _FEWER_ROWS if divisions else _ROWS
@@ -53,6 +54,7 @@ def _alive(plan: Decisions, most: int) -> list[str]:
     live = plan.peak.live
     if not live:
         return []
+    # Gradients are one row; other values are grouped by their module, with numbers of layers folded.
     named = {"gradients": [value for value in live if value.gradient]}
     groups = _grouped(
         (value for value in live if not value.gradient),
@@ -72,6 +74,7 @@ def _alive(plan: Decisions, most: int) -> list[str]:
 
 
 def _stages(plan: Decisions, most: int) -> list[str]:
+    # Stages are alike if their modules are, but for numbers, and what was decided about them.
     groups = list(_grouped(plan.stages, lambda stage: (folded(stage.modules), _decisions(stage))).values())
     lines = ["stages, those alike as one:"]
     for stages in groups[:most]:
@@ -176,6 +179,7 @@ def _key(division: PlannedDivision) -> tuple[bool, bool, float, int, int]:
 
 def _proof(ordered: list[PlannedDivision]) -> str:
     """Return whether a division that was not planned may have a shorter step."""
+    # A division that was not planned, but has a lower bound above the chosen one's seconds, is proved to be slower.
     chosen = ordered[0].seconds or 0.0
     open_ones = [
         division

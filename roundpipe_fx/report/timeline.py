@@ -107,6 +107,8 @@ class Timeline:
             the path.
         """
         events: list[dict[str, Any]] = []
+        # Chrome's trace format: processes are "predicted" and "measured", threads are devices, times are in
+        # microseconds.
         for process, (name, bars) in enumerate((("predicted", self.predicted), ("measured", self.measured))):
             if not bars:
                 continue
@@ -213,6 +215,7 @@ def _copies(timing: Timing, orders: Sequence[Sequence[Action]], names: Mapping[i
         )
     for offload, (leaves, left, returns, back) in zip(timing.offloads, timing.offload_spans, strict=True):
         maker, reader = orders[offload.device][offload.leaves - 1], orders[offload.device][offload.back]
+        # A value that leaves has two copies: one behind its maker, one in front of its reader.
         for action, to_host, start, end in ((maker, True, leaves, left), (reader, False, returns, back)):
             yield CopyBar(
                 device=offload.device,

@@ -98,11 +98,13 @@ def enter_around_compilations(by_others: Callable[[CodeType, Sequence[torch.nn.M
     from torch._dynamo.convert_frame import CatchErrorsWrapper
 
     compile_frame: Any = CatchErrorsWrapper.__call__
+    # Patched once for each process, whichever model comes first.
     if hasattr(compile_frame, "roundpipe_fx"):
         return
 
     compile_undisturbed = in_one_chunk(compile_frame)
 
+    # Other backends' compilations pass through: only frames that are compiled by our backend are entered.
     def compile_frame_in_context(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         around = getattr(_given_backend(self), "around_compilations", None)
         if around is not None:
@@ -222,11 +224,13 @@ def untraced_functions(code: CodeType) -> Iterator[list[UntracedFunction]]:
     untraced: list[UntracedFunction] = []
     last = next(reversed(get_compilation_metrics()), None)
     yield untraced
+    # Attempts since this context began, latest first.
     for attempt in itertools.takewhile(lambda attempt: attempt is not last, reversed(get_compilation_metrics())):
         if was_retried(attempt.co_filename, attempt.co_firstlineno):
             continue
         limit = _limit_in(attempt.fail_reason or "", attempt)
         if limit is not None:
+            # Functions that were given up may compile once the model is planned anew: see try_again.
             _given_up.append(weakref.ref(code))
             line = UserLine(code.co_filename, code.co_firstlineno, code.co_qualname)
             untraced.append(UntracedFunction(line, attempt.fail_reason or "", limit))

@@ -120,12 +120,14 @@ def record_allocations(run: Callable[[], _T], seen: _See) -> _T:
     from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
     from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
+    # The profiler cannot be entered twice, so a nested function is marked in the outer record.
     if _recording.recorded is not None:
         return _marked(run, seen, _recording.recorded)
     if profiler_runs():
         raise RuntimeError("memory cannot be measured while a profiler runs on the same thread: stop one of the two.")
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     _enable_profiler_legacy(config)
+    # Events count microseconds from the first one on; this is the first one's time.
     began = time.perf_counter()
     _recording.recorded = recorded = _Recorded()
     try:
@@ -166,6 +168,7 @@ def _tell(records: Sequence[Sequence[Any]], began: float, recorded: _Recorded, s
     allocations: list[Allocation] = []
     begun: dict[str, int] = {}
     parts: dict[str, tuple[int, int]] = {}
+    # Allocations in order; marks of nested functions say which of them are theirs.
     for event in events:
         kind = event.kind()
         if kind == "memory_alloc":
@@ -236,6 +239,7 @@ def _counts(values: Sequence[Any], position: int) -> tuple[int, int, int]:
 
 
 _ALONE = _counts([torch.empty(0)], 0)
+# References of the measuring code itself count too, so they are measured rather than assumed.
 """Counted in the same way, for a tensor that nothing but its list refers to."""
 
 
