@@ -61,6 +61,7 @@ def divisions_of(
         NoDivisionError: there is none.
     """
     divisions = []
+    # A division uses all devices and all microbatches: both numbers have to divide.
     for pipeline in (size for size in range(1, undivided.devices + 1) if undivided.devices % size == 0):
         replicas = undivided.devices // pipeline
         if undivided.microbatches % replicas:
@@ -69,6 +70,7 @@ def divisions_of(
             for schedule in schedules:
                 spec = SCHEDULES[schedule]
                 is_another = spec is not ONE_F_ONE_B and ONE_F_ONE_B.name in schedules
+                # Schedules that order these actions as 1F1B does are not tried twice.
                 if is_another and spec.orders_as(ONE_F_ONE_B, pipeline, undivided.microbatches // replicas):
                     continue
                 counts = [stages] if isinstance(stages, int) else _stage_counts(pipeline, replicas, spec)
@@ -92,6 +94,7 @@ def divisions_of(
 def _stage_counts(pipeline: int, replicas: int, spec: ScheduleSpec) -> list[int]:
     """Stages to try: more on a device gather and reduce in smaller parts, and fill the pipeline of some schedules."""
     powers = range(16 if spec.gains_by_stages or replicas > 1 else 1)
+    # Powers of two times the devices: more stages than that gain little.
     return [pipeline * spec.stages_per_device << power for power in powers]
 
 
@@ -160,6 +163,7 @@ class _DivisionSearch:
     def run(self) -> None:
         """Plan divisions until no other has a shorter step, or until enough are planned."""
         left = [division for division in self._bounds if math.isfinite(self._least(division))]
+        # By lower bound; the first ones by a simulated estimate, since bounds of most are equal.
         left.sort(key=lambda candidate: (self._least(candidate), self._bounds[candidate].bytes, candidate))
         first = left[:_ESTIMATED]
         first.sort(key=lambda candidate: (self._simulated(candidate, True), self._bounds[candidate].bytes, candidate))
@@ -172,6 +176,7 @@ class _DivisionSearch:
                 min(left, key=lambda candidate: (self._bounds[candidate].bytes, candidate)) if leanest else left[0]
             )
             left.remove(division)
+            # Branch and bound: a division whose bound is no lower than the best step needs no plan.
             if self.best is None or self._refined(division) < self.best[0]:
                 self._plan(division)
                 count += 1
@@ -197,6 +202,7 @@ class _DivisionSearch:
 
     def considered(self) -> tuple[PlannedDivision, ...]:
         """For each number of replicas, sharded or not, the division that is told of."""
+        # One row per shape of the mesh: the chosen one, or the best of its kind.
         groups: dict[tuple[int, bool], list[Division]] = {}
         for division in self._bounds:
             groups.setdefault((division.pipeline, division.sharded), []).append(division)

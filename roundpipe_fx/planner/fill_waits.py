@@ -50,6 +50,7 @@ def with_waits_filled(
         if isinstance(start.candidate.saved, Chosen):
             choices = early_choices(start.candidate.saved.graph, start.candidate.saved.candidate.schedule, split)
             promising.append((_makespan_if_early(start, choices, microbatches), start, choices))
+    # A plan that recomputes more can win if its recomputation fits into waits. Few candidates, most promising first.
     for shortest, hopeful, choices in sorted(promising, key=lambda item: (item[0], item[1].peak))[:_MOST_FILLED]:
         if shortest < best.seconds * (1 - _LONGER):
             best = min([best, *_filled(hopeful, choices, attempt, limit)], key=lambda tried: tried.seconds)
@@ -71,6 +72,7 @@ def _filled(
     while any(level.values()):
         filled = attempt(dataclasses.replace(candidate, schedule=early_at(candidate.schedule, choices, level)))
         full = [order for order, peak in zip(orders, filled.peaks, strict=True) if peak > limit]
+        # Only stages on devices over the limit give up part of what is early; each round halves it.
         over = {stage for order in full for stage in order[:, 1].tolist() if level.get(stage)}
         if not full:
             return [filled]
@@ -91,6 +93,7 @@ def _makespan_if_early(attempt: ScheduleEvaluation, choices: EarlyChoices, micro
         early = sum(steps[position].seconds or steps[position].operation.seconds for position in of_stage[-1])
         backward = next((step for step in ((k, stage) for k in _GRADIENTS) if step in seconds), None)
         if early and backward is not None:
+            # As a schedule would look if all early steps were free: a lower bound on the step.
             recompute = (ActionKind.RECOMPUTE, stage)
             seconds[recompute], seconds[backward] = early, max(seconds[backward] - early, 0.0)
             reads[recompute] = tuple(source for source in reads[backward] if source[0] is ActionKind.FORWARD)

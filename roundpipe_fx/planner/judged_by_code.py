@@ -87,9 +87,11 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
     def peak(position: int) -> int:
         return judged(position).peak
 
+    # Numbers of plans in order of recomputation; `known` are those whose code was read.
     known: dict[int, int] = {}
     if isinstance(budget, int):
         limit = int(budget * setting.share)
+        # Operations need more than code, so the first plan within the limit by operations is safe to begin with.
         within = _first_within(range(last), operations, limit)
         first = last if within is None else within
     else:
@@ -127,9 +129,11 @@ def least_recomputed(
     """
     known = dict(judged)
     tried, estimated, most = first, False, float(limit)
+    # Every round compiles one plan: the one that the interpolation expects to be the first within the limit.
     for _ in range(_JUDGED):
         if tried not in known:
             known[tried] = judge(tried)
+        # An estimate that was wrong: the next ones are a little more careful.
         if estimated and known[tried] > limit:
             most = _CAUTIOUS * limit
         above = max((position for position, size in known.items() if size > limit), default=-1)
@@ -139,6 +143,7 @@ def least_recomputed(
         if not rest:
             break
         expected = functools.partial(_expected, operations, known)
+        # Nothing recomputed would be best of all, so it is tried even if it is expected to miss by a little.
         if not rest[0] and most < expected(0) <= _ROUGHLY * limit:
             tried, estimated = 0, False
             continue
@@ -165,6 +170,7 @@ def _expected(operations: Callable[[int], int], known: Mapping[int, int], positi
         near = later if earlier is None else earlier
         assert near is not None
         return operations(position) + known[near] - operations(near)
+    # Between two judged plans: linear in what their operations need.
     high, low = operations(earlier), operations(later)
     part = (operations(position) - low) / (high - low) if high > low else 0.0
     return known[later] + part * (known[earlier] - known[later])

@@ -92,6 +92,7 @@ def lower_pipeline(
         NoDivisionError: devices are to be divided and cannot be.
         ValueError: a stage name that does not exist in the model.
     """
+    # Collectives of the model's own are only right where all ranks of a group run the same graph.
     if pipelining.elsewhere or pipelining.tensor_parallel > 1:
         refuse_other_groups(joint, pipelining.tensor_parallel)
     else:
@@ -114,6 +115,7 @@ def lower_pipeline(
     def planned(
         graph: JointGraph, setting: Setting, budget: int | float | None, limit: int | None
     ) -> Found[ScheduleEvaluation] | Unmet:
+        # Before a search: one operation that needs more than the limit refutes every plan.
         least = None if limit is None else least_bytes_of(graph, setting)
         if least is not None and limit is not None and least.bytes > limit:
             return Infeasible(minimum=least.bytes, bottleneck=Bottleneck(operation=least.operation, live=least.live))
@@ -169,6 +171,7 @@ def _lower_undivided(
     costs = segment_costs(prepared, setting)
     names = [spec.name for spec in _schedules_to_try(options, pipelining, training)]
     divisions = divisions_of(undivided, costs.count, options.stages, names, pipelining.sharded)
+    # The budget bounds a device's step, or its weights as well, as the option says.
     budget = options.memory_budget
     bounds = StepBounds(
         costs=costs,
@@ -254,9 +257,11 @@ def _cut_elsewhere(
     limits: Sequence[int | None] = [None]
     if pipelining.offloaded and like is None:
         limits = weight_limits(setting, budget or asked_budget(joint, setting.options, setting.device))
+    # Schedules that do not dispatch have no limits on weights.
     candidates = [(spec, limit) for spec in specs for limit in (limits if spec.dispatches else [None])]
     fits: set[str] = set()
     for spec, limit in candidates:
+        # Limits are tried in order until a schedule fits.
         if spec.name in fits:
             continue
         spare = joint.copy() if len(candidates) > 1 else joint

@@ -56,8 +56,10 @@ def with_offloads(attempt: ScheduleEvaluation, limit: int) -> ScheduleEvaluation
         attempt: with nothing there.
         limit: bytes per device.
     """
+    # Nothing has to leave.
     if attempt.peak <= limit:
         return attempt
+    # Each rule says from how many actions' distance values are copied, and in which order they are chosen.
     tried = [_by_rule(attempt, OffloadRule(limit, distance)) for distance in _DISTANCES]
     tried += [_by_rule(attempt, OffloadRule(limit, distance, in_time=True)) for distance in _DISTANCES[1:]]
     if min(candidate.peak for candidate in tried) > limit:
@@ -67,6 +69,7 @@ def with_offloads(attempt: ScheduleEvaluation, limit: int) -> ScheduleEvaluation
 
 def _by_rule(attempt: ScheduleEvaluation, rule: OffloadRule) -> ScheduleEvaluation:
     timing, costs = attempt.timing, attempt.emitted.main.costs
+    # A rule chooses from bytes with nothing on the host.
     if timing.offloads:  # those that leave under any rule
         timing = simulate_time(timing.schedule, timing.graph, costs)
     offloads = offloads_within(timing, costs, {}, rule)
@@ -105,10 +108,12 @@ def quickest_offloaded(
             on_host = max(needed - host_budget, 0)
         return beyond, on_host, seconds
 
+    # Powers of two: 1/16, 1/4 and 1 times the seconds that the link takes for a byte.
     for power in _PRICES:
         attempts[power] = attempt_with(power)
     for _ in range(_ROUNDS):
         powers = sorted(attempts)
+        # Golden-section style: halve the distance to both neighbours of the best price.
         best = min(powers, key=cost)
         position = powers.index(best)
         lower = powers[position - 1] if position else best - 2 * _STEP
@@ -118,6 +123,7 @@ def quickest_offloaded(
                 between = (best + other) / 2
                 attempts[between] = attempt_with(between)
     best = min(attempts, key=cost)
+    # With a little less memory other choices are made, which may leave the link idle in fewer places.
     for share in _SHARES:
         attempt_with(best - _STEP / 4, share)
     return list(sent.values())

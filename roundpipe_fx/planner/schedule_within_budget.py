@@ -71,6 +71,8 @@ def within_budget(
     """
     attempts = _Attempts(cut, pipeline, pipelining, split)
     blocks, share = attempts.blocks, cut.setting.share
+    # The plan that saves everything is the start: it says which microbatches are in flight, and whether there is
+    # anything to do.
     chain, save_options = chain_of(blocks)
     most = most_kept(blocks, save_options) if blocks.graph.regions else everything_kept(blocks)
     first = attempts.with_choice(most.schedule.choice)
@@ -79,6 +81,7 @@ def within_budget(
         held = _weights(first, pipelining)
         if sum(held) >= allowed:
             return _refused_by_weights(allowed, held, pipelining)
+        # What devices hold between steps is taken off once, for all plans.
         budget = allowed = allowed - sum(held)
     highest = _with_all_gathered(first)
     limit = int((highest if allowed is None else allowed) * share)
@@ -97,6 +100,7 @@ def within_budget(
             first=first,
             cuts=cut.joint.cuts,
         )
+    # Weights of fewer stages at a time: only worthwhile if some choice fits at all.
     if fewer_weights and prices is not None and not prices.any_fits(limit):
         return refusal(limit, first.peak, cut.structure, pipelining)
     # Save less: at levels of devices, or only what enters stages. Send to the host: of each such plan, if it may leave.
@@ -108,6 +112,7 @@ def within_budget(
         return _with_room_on_host([with_offloads(attempt, bytes_there) for attempt in known], pipelining, on_host)
 
     sent: list[ScheduleEvaluation] = []
+    # Bisection with all devices alike is tried for a budget in bytes; a fraction needs the lowest peak first.
     level = levels.alike(levels.last, limit) if isinstance(budget, int) else None
     if isinstance(budget, int):
         sent = sent_within(limit)
@@ -116,6 +121,7 @@ def within_budget(
         if isinstance(budget, float):
             leanest = [*attempts.of_choices, *others]
             leanest += sent_within(0) if pipelining.offloaded else []  # on devices, shares are those without a host
+            # 0.0 is the least that devices can do, 1.0 the plan that saves all.
             low = min(attempt.peak for attempt in leanest)
             limit = int(limit_of(budget, low, highest) * share)
         level = levels.alike(lowest, limit)
@@ -134,6 +140,7 @@ def within_budget(
             lambda price, within: attempts.with_choice(prices.choice_at(price, within)), limit, pipelining, on_host
         )
         priced = _with_room_on_host(priced, pipelining, on_host)
+    # Everything that was simulated competes: levels, stage inputs only, values on the host, prices of the link.
     fitting = [attempt for attempt in (*tried, *priced) if attempt.peak <= limit]
     if pipelining.offloaded:
         fitting = _within_host(fitting, pipelining, on_host)
@@ -142,6 +149,7 @@ def within_budget(
         if allowed is not None:
             return refusal(allowed, least.peak, cut.structure, pipelining)
         fitting = [least]
+    # The quickest plan within the limit; if only the leanest is left, its own peak is the limit.
     best = quickest(fitting, max(limit, fitting[0].peak))
     assert best is not None
     if pipelining.workers > 1:
@@ -296,6 +304,7 @@ class _Levels:
 
     def alike(self, last: int, limit: int) -> int | None:
         """The least level up to ``last`` with which every device fits if all have it; ``None``: there is none."""
+        # Peaks fall as levels rise. Invariant: everything below `low` exceeds the limit; `high` fits, or is the last.
         low, high = 0, last
         while low < high:
             middle = (low + high) // 2
@@ -307,6 +316,7 @@ class _Levels:
 
     def each(self, level: int, limit: int) -> None:
         """Try for each device the least level with which it fits, up to ``level``."""
+        # One bisection per device, all at once: a device's peak depends on its own level, mostly.
         low, high = [0] * self._devices, [level] * self._devices
         while low != high:
             middle = [(below + above) // 2 for below, above in zip(low, high, strict=True)]
@@ -329,6 +339,7 @@ class _Levels:
             return self.at(level).peak
 
         last = self.last
+        # The lowest peak is near the end, not always at it: eighths first, then neighbours of the best.
         best = min(sorted({last, *(last * part // 8 for part in range(4, 8))}, reverse=True), key=peak)
         return min((level for level in range(best + 2, best - 3, -1) if 0 <= level <= last), key=peak)
 
@@ -345,6 +356,7 @@ class _Levels:
         """Choose what all runs save, given each device's level; the last points of all runs are at the same level."""
         choices = []
         for run, points in zip(self._runs, self._points, strict=True):
+            # A run that lies on several devices follows the one that has to save least.
             level = max(levels[device] for device in run.devices)
             point = round((level - 1) * (len(points) - 1) / max(self.last - 1, 1)) if level else 0
             choices.append(points[point].choice())

@@ -136,6 +136,7 @@ class StepBounds:
     def __post_init__(self) -> None:
         self._cut: dict[int, _Stages] = {}
         self._known: dict[Division, Bound] = {}
+        # Parameters with gradients: only these are averaged, gathered and updated.
         trained = {number for of_segment in self.costs.gradients for number in of_segment}
         self._sizes = {number: tensor_bytes([tensor]) for number, tensor in self.costs.tensors.items()}
         self._trained = frozenset(trained)
@@ -159,19 +160,24 @@ class StepBounds:
         fixed = max(weights, default=0) if self.with_weights else 0
         # One gradient, or parameter, is copied where it is averaged, or gathered, on all devices alike.
         copied = (
-            max((self._whole(division, number) for number in self._trained), default=0) if parallel is not None else 0
+            max((self._padded_bytes(division, number) for number in self._trained), default=0)
+            if parallel is not None
+            else 0
         )
         seconds = in_tiles = 0.0
         most, recomputed = 0, []
+        # The step is at least as long as on each device; the fullest device is found on the way.
         for (numbers, order), weight in zip(devices, weights, strict=True):
             gradients = self._gradients(division, stages, numbers)
             lowest, recompute = self._recomputed(division, stages, order, gradients, self.memory - fixed - copied)
-            head, tail, link = self._edges(division, stages, numbers, gradients, parallel, shared)
+            head, tail, link = self._fill_drain_seconds(division, stages, numbers, gradients, parallel, shared)
             busy = sum(stages.forward[stage] + stages.backward[stage] for stage in numbers)
             count = self.microbatches // division.replicas
+            # Weights and gradients alone exceed the memory: no recomputation helps.
             if fixed + sum(gradients[-1].values()) > self.memory:
                 recompute = busy = math.inf
             recomputed.append(recompute)
+            # head + microbatches × (busy + recompute) + tail, or the time of the link, if that is longer.
             seconds = max(seconds, head + count * (busy + recompute) + tail, link)
             in_tiles = max(in_tiles, head + count * busy + tail, link)
             most = max(most, weight + copied + lowest)
@@ -193,6 +199,7 @@ class StepBounds:
         """
         count, bound = self.microbatches // division.replicas, self.of(division)
         split = division.spec.splits_backward
+        # Simulating a division takes longer with each action, so large ones keep the bound.
         if count * division.stages > _MOST_SIMULATED or (split and not estimate) or math.isinf(bound.seconds):
             return bound.seconds
         stages = self._stages(division.stages)
@@ -200,6 +207,7 @@ class StepBounds:
         made = make_schedule(division.spec, graph, StepCosts(seconds={}), division.pipeline, count)
         made = made.halves() if self.halves else made
         device_of = {stage: device for device, order in enumerate(made.orders) for stage in np.unique(order[:, 1])}
+        # An estimate includes what the bound says is recomputed, divided equally among the device's stages.
         recompute = bound.recompute_seconds if estimate else [0.0] * division.pipeline
         shares: dict[StageAction, float] = {}
         for stage, (backward, late) in enumerate(zip(stages.backward, stages.late, strict=True)):
@@ -239,7 +247,7 @@ class StepBounds:
                         sent[source, step] = self.costs.entry_bytes[entered]
         sharded = None
         if division.sharded:
-            whole = {number: self._whole(division, number) for number in self._trained}
+            whole = {number: self._padded_bytes(division, number) for number in self._trained}
             sharded = ShardedCosts(replicas=division.replicas, whole_bytes=whole, reads=reads)
         return StepCosts(
             seconds=seconds,
@@ -261,10 +269,13 @@ class StepBounds:
             backward = tuple(sum(costs.backward_seconds[member] for member in of) for of in segments)
             late = tuple(sum(costs.late_seconds[member] for member in of) for of in segments)
             begins = [0.0] * count
+            # Longest path: a stage begins when the stages that it reads have ended.
             for stage, of in enumerate(segments):
                 sources = {stage_of[source] for member in of for source in costs.forward_reads[member]} - {stage}
                 begins[stage] = max((begins[earlier] + forward[earlier] for earlier in sources), default=0.0)
             left = [0.0] * count
+            # Stages in ascending order: an earlier stage's backward comes later, and is already known for those that
+            # wait for it.
             for stage, of in enumerate(segments):  # backwards of earlier stages wait for those of later ones
                 for source in {stage_of[source] for member in of for source in costs.backward_reads[member]} - {stage}:
                     left[source] = max(left[source], late[stage] + left[stage])
@@ -280,6 +291,7 @@ class StepBounds:
 
     def _devices(self, division: Division) -> list[tuple[list[int], np.ndarray]]:
         """Of each device, its stages in order, and its actions for as many microbatches as fill the pipeline."""
+        # The order of a few rounds tells how many microbatches are in flight; more of them would only repeat it.
         few = min(self.microbatches // division.replicas, _ROUNDS * division.pipeline)
         graph = chain(division.stages, split=division.spec.splits_backward)
         made = make_schedule(division.spec, graph, StepCosts(seconds={}), division.pipeline, few)
@@ -311,11 +323,11 @@ class StepBounds:
 
     def _weights(self, division: Division, stages: _Stages, numbers: Collection[int]) -> int:
         """Bytes of a device between steps."""
-        whole = {number: self._part(division, number) for number in self._read(stages, numbers)}
+        whole = {number: self._shard_bytes(division, number) for number in self._read(stages, numbers)}
         trained = sum(size for number, size in whole.items() if number in self._trained)
         return sum(whole.values()) + int(self.optimizer_share * trained)
 
-    def _part(self, division: Division, number: int) -> int:
+    def _shard_bytes(self, division: Division, number: int) -> int:
         """Bytes that a replica has of a parameter."""
         tensor = self.costs.tensors[number]
         if division.sharded and tensor.dim() and (tensor.is_floating_point() or tensor.is_complex()):
@@ -324,10 +336,11 @@ class StepBounds:
 
     def _gradients(self, division: Division, stages: _Stages, numbers: Sequence[int]) -> list[dict[int, int]]:
         """Bytes of the gradients of a device, by number: of its first stage, of its first two, …, of all."""
+        # Entry k: gradients once the k first stages of this device have begun their backward.
         bytes_so_far: list[dict[int, int]] = [{}]
         for stage in numbers:
             added = {
-                number: self._part(division, number) if division.sharded else size
+                number: self._shard_bytes(division, number) if division.sharded else size
                 for at in stages.segments[stage]
                 for number, size in self.costs.gradients[at].items()
             }
@@ -352,6 +365,7 @@ class StepBounds:
         column = np.searchsorted(numbers, order[:, 1])
         forwards = order[:, 0] == NUMBER[ActionKind.FORWARD]
         begins = np.isin(order[:, 0], [NUMBER[ActionKind.BACKWARD], NUMBER[ActionKind.BACKWARD_INPUT]])
+        # +1 when a forward saves, -1 when the backward that reads begins; the running sum is what is in flight.
         change = np.zeros((len(order) + 1, len(numbers)), dtype=np.int64)
         change[np.arange(len(order)) + 1, column] = forwards.astype(np.int64) - begins
         flight = np.cumsum(change, axis=0)  # by stage, microbatches that are saved before an action
@@ -359,12 +373,15 @@ class StepBounds:
             few = int(order[:, 2].max()) + 1
             flight *= self.microbatches // division.replicas // few
         others = np.where(forwards[:, None], flight[:-1], flight[1:])
-        begun = self._begun(division, stages, order, begins, numbers, gradients)
-        during = begun[:-1] + self._during(division, stages, numbers)[forwards.astype(np.int64), column]
+        gradient_bytes = self._gradient_bytes_before(division, stages, order, begins, numbers, gradients)
+        during = (
+            gradient_bytes[:-1]
+            + self._peak_operation_bytes(division, stages, numbers)[forwards.astype(np.int64), column]
+        )
         whole = np.array([sum(size for size, _ in saved[stage]) for stage in numbers], dtype=np.int64)
         least = [sum(size for size, seconds in saved[stage] if math.isinf(seconds)) for stage in numbers]
         lowest, recompute_seconds = 0, 0.0
-        for counts, fixed in ((flight, begun), (others, during)):
+        for counts, fixed in ((flight, gradient_bytes), (others, during)):
             lowest = max(lowest, int((counts @ np.array(least, dtype=np.int64) + fixed).max()))
             levels = counts @ whole + fixed
             position = int(levels.argmax())
@@ -377,7 +394,7 @@ class StepBounds:
             recompute_seconds = max(recompute_seconds, _cheapest(values, int(levels[position]) - spare))
         return lowest, recompute_seconds
 
-    def _begun(
+    def _gradient_bytes_before(
         self,
         division: Division,
         stages: _Stages,
@@ -387,20 +404,25 @@ class StepBounds:
         gradients: Sequence[dict[int, int]],
     ) -> np.ndarray:
         """Bytes of gradients that are there before each action, and after all."""
-        begun = np.zeros(len(order) + 1, dtype=np.int64)
+        gradient_bytes = np.zeros(len(order) + 1, dtype=np.int64)
         for position, stage in enumerate(numbers):
             (at,) = np.nonzero(begins & (order[:, 1] == stage))
             if len(at):
                 added = gradients[position + 1].keys() - gradients[position].keys()
-                begun[at[0] + 1 : at[-1] + 1] += sum(self._whole(division, number) for number in added)
-                begun[at[-1] + 1 :] += sum(gradients[-1][number] for number in added)  # reduced to rows
-        return begun
+                # Whole gradients while microbatches still add to them; rows from then on, if they are sharded.
+                gradient_bytes[at[0] + 1 : at[-1] + 1] += sum(self._padded_bytes(division, number) for number in added)
+                gradient_bytes[at[-1] + 1 :] += sum(gradients[-1][number] for number in added)  # reduced to rows
+        return gradient_bytes
 
-    def _during(self, division: Division, stages: _Stages, numbers: Sequence[int]) -> np.ndarray:
+    def _peak_operation_bytes(self, division: Division, stages: _Stages, numbers: Sequence[int]) -> np.ndarray:
         """Bytes of the operation that needs most, by kind (forwards last) and stage, with gathered parameters."""
         peaks = self.costs.backward_peak, self.costs.forward_peak
         gathered = [
-            sum(self._whole(division, number) for number in self._read(stages, [stage]) if number in self._trained)
+            sum(
+                self._padded_bytes(division, number)
+                for number in self._read(stages, [stage])
+                if number in self._trained
+            )
             for stage in numbers
         ]
         if not division.sharded:
@@ -416,7 +438,7 @@ class StepBounds:
             dtype=np.int64,
         )
 
-    def _edges(
+    def _fill_drain_seconds(
         self,
         division: Division,
         stages: _Stages,
@@ -432,18 +454,19 @@ class StepBounds:
         if parallel is None:
             return head, tail, 0.0
         lowest = gradients[1].keys() - shared
-        sizes = {number: self._whole(division, number) for number in gradients[-1].keys() - shared}
+        sizes = {number: self._padded_bytes(division, number) for number in gradients[-1].keys() - shared}
         reduced = parallel.reduce_seconds(sizes[number] for number in lowest)
         link = parallel.reduce_seconds(sizes.values())
         if division.sharded:
             read = {number for number in self._read(stages, numbers) if number in self._trained}
             gather = parallel.ring.gather_seconds
-            link += parallel.seconds([self._whole(division, number) for number in read], gather)
+            link += parallel.seconds([self._padded_bytes(division, number) for number in read], gather)
             firsts = [number for number in self._read(stages, [first]) if number in self._trained]
-            head = max(head, parallel.seconds([self._whole(division, number) for number in firsts], gather))
+            # The first forward waits for its parameters to be gathered, whatever happens before.
+            head = max(head, parallel.seconds([self._padded_bytes(division, number) for number in firsts], gather))
         return head, max(tail, reduced), link
 
-    def _whole(self, division: Division, number: int) -> int:
+    def _padded_bytes(self, division: Division, number: int) -> int:
         tensor = self.costs.tensors[number]
         return padded_bytes(tensor, division.replicas) if division.sharded and tensor.dim() else self._sizes[number]
 
@@ -458,6 +481,8 @@ def _cheapest(values: Sequence[tuple[float, int]], over: float) -> float:
     seconds = 0.0
     if over <= 0:
         return seconds
+    # Fractional knapsack: values with the fewest seconds per byte first, the last one in part. So this is a lower
+    # bound.
     for seconds_of_value, size in sorted(values, key=lambda value: value[0] / value[1]):
         if math.isinf(seconds_of_value):
             break

@@ -47,6 +47,7 @@ def tile_more(kinds: Kinds[E], budget: int | float) -> Found[tuple[Tiles, E]] | 
         tiles, met = first.value
         assert met is not None
         return Found((kinds.in_tiles(tiles), met))
+    # The minimum found depends on the budget, so it is planned for itself until the named budget is met.
     while isinstance(result, Infeasible):
         # For another budget, other tiles are tried.
         unmet = result
@@ -71,6 +72,7 @@ def _widest_first(kinds: Kinds[E], budget: int | float, limit: int | None) -> Fo
     """
 
     def planned(limit: int | None) -> Iterator[Found[tuple[Tiles, E]] | Unmet]:
+        # Without tiles, then ever wider and narrower regions.
         for tiles in itertools.chain([()], kinds.widest_first() if is_bounded else ()):
             result = kinds.planned_in(tiles, budget, limit)
             if isinstance(result, Found):
@@ -128,6 +130,7 @@ def _in_tiles(kinds: Kinds[E], unmet: Unmet, budget: int, limit: int) -> Found[_
     Arguments and results as for :func:`_in_more_tiles`.
     """
     return first_found(
+        # Three orders of trying; later ones only if there are heads by classes.
         _in_more_tiles(kinds, unmet, budget, limit, quicker=quicker, by_class=by_class)
         for position, (quicker, by_class) in enumerate(_WAYS)
         if not position or kinds.have_classes
@@ -154,6 +157,7 @@ def _in_more_tiles(
     lowest, done = unmet, set[Kind]()
     heads: dict[Kind, tuple[int, Unmet]] = {}  # by classes, that are not in tiles, as they were tried last
     while True:
+        # One class of regions more, or the same in more tiles, in each round; it ends when no class is left that helps.
         kind = kinds.binding(lowest, tiles, done, by_class)
         is_least = lowest.bottleneck.is_of_one_operation
         if kind is None and not is_least:
@@ -170,6 +174,7 @@ def _in_more_tiles(
         result = kinds.planned(tried, budget, limit if kind is not None and is_least else None)
         if isinstance(result, Found):
             return Found((tried, result.value))
+        # Two kinds of minimum: of one operation, and of a plan. They cannot be compared with each other.
         alike = (result.bottleneck.is_of_one_operation) == is_least
         if alike and result.minimum > lowest.minimum * _GAIN:
             assert kind is not None
