@@ -54,6 +54,7 @@ def hoist_host_syncs(joint: JointGraph, registered: Collection[Any] = (), collec
         reason = _host_sync(node, registered, joint.module)
         if reason is None or (is_collective(node.target) and not collectives):
             continue
+        # In the backward: what depends on incoming gradients, has effects or draws cannot move to the forward.
         if node.meta[Mark.PHASE] is not Phase.FORWARD:
             if node in tangent_dependent or has_side_effect(node) or draws(node, joint.module):
                 continue
@@ -74,6 +75,7 @@ def _host_sync(node: fx.Node, registered: Collection[Any], module: nn.Module) ->
         if target is torch.ops.higher_order.with_effects:
             return "has a side effect"
         return _in_body(node, registered, module)
+    # One predicate for passes, counters and eager scopes: see analysis/host_sync.py.
     operands = [value for source in input_nodes(node) for value in tensor_values(source)]
     reason = why_host_sync(target, node.args, operands, tensor_values(node), registered)
     if reason is not None:
@@ -116,6 +118,7 @@ def _is_whole(node: fx.Node) -> bool:
 def _routes(picked: fx.Node) -> bool:
     """Return whether integers reach, through integer arithmetic, a forward operation that selects data by them."""
     seen = {picked}
+    # Follow integers through integer operations to one that indexes or shapes a float: then they decide a route.
     pending = [picked]
     while pending:
         for user in _forward_users(pending.pop()):
@@ -148,6 +151,7 @@ def _move_to_forward(joint: JointGraph, node: fx.Node) -> None:
     """Move ``node`` and the backward nodes that it needs to the forward, each right after its operands."""
     chain: list[fx.Node] = []
     pending = [node]
+    # Everything that the operation needs and that is not of the forward moves with it.
     while pending:
         current = pending.pop()
         if current.op == "placeholder" or current.meta[Mark.PHASE] is Phase.FORWARD or current in chain:
@@ -156,6 +160,7 @@ def _move_to_forward(joint: JointGraph, node: fx.Node) -> None:
         pending += input_nodes(current)
     order = {item: position for position, item in enumerate(joint.graph.nodes)}
     last_input = max(joint.inputs, key=order.__getitem__)
+    # In graph order, each behind its last source: the order stays topological.
     for current in sorted(chain, key=order.__getitem__):
         sources = [source for source in input_nodes(current) if source.op != "placeholder"]
         anchor = max(sources, key=order.__getitem__) if sources else last_input

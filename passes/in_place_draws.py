@@ -73,6 +73,7 @@ def _was_in_place(node: fx.Node, source: fx.Node) -> bool:
 def _memory_order(value: torch.Tensor) -> list[int] | None:
     """The dimensions, from the outermost in memory to the innermost; ``None`` if they lie as in a contiguous tensor."""
     sizes, strides = layout_of(value)
+    # Dimensions of size 1 have no place in memory; in front they change nothing.
     single = [dim for dim, size in enumerate(sizes) if size == 1]
     others = [dim for dim, size in enumerate(sizes) if size != 1]
     ordered = sorted(others, key=lambda dim: -strides[dim])
@@ -95,6 +96,7 @@ def _draw_as_with_gaps(node: fx.Node) -> None:
     sizes = layout_of(value).sizes
     if value.device.type != "cpu" or math.prod(sizes) < _DRAWN_AT_ONCE:
         return
+    # Eagerly contiguous and traced contiguous, or neither: the same numbers.
     if _is_contiguous(value) or not _is_contiguous(node.meta["val"]):
         return
     several = [dim for dim, size in enumerate(sizes) if size != 1]
@@ -114,6 +116,7 @@ def _is_contiguous(value: torch.Tensor) -> bool:
 
 
 def _draw_reversed(node: fx.Node, source: fx.Node) -> fx.Node:
+    # Reversed dimensions make the copy non-contiguous, which selects the same kernel as eagerly.
     reverse = list(reversed(range(source.meta["val"].dim())))
     turned = insert_call(node, aten.permute.default, source, reverse)
     drawn = insert_call(node, aten.normal_functional.default, turned, *node.args[1:], **node.kwargs)

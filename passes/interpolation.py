@@ -89,6 +89,7 @@ def _kernels(indices: Any, whole: torch.Tensor, repeated: torch.Tensor) -> tuple
     sizes = (*whole.shape, *repeated.shape)
     dimensions = whole.dim() - 2
     if (
+        # Two indices of None (batch, channels), then a table for each dimension in space, on the CPU.
         dimensions not in _KERNELS
         or not all(isinstance(size, int) and size for size in sizes)
         or {whole.device.type, repeated.device.type} != {"cpu"}
@@ -101,6 +102,7 @@ def _kernels(indices: Any, whole: torch.Tensor, repeated: torch.Tensor) -> tuple
     tables = [_constant(index, worked_out) for index in indices[2:]]
     if any(table is None for table in tables):
         return None
+    # Both kinds of nearest neighbours are tried: each dimension's table has to be the kernel's.
     for kernel, gradient in _KERNELS[dimensions]:
         if all(_reads(kernel, position, table, whole, repeated) for position, table in enumerate(tables)):
             return kernel, gradient
@@ -113,6 +115,7 @@ def _reads(kernel: Any, position: int, table: Any, whole: torch.Tensor, repeated
     before, after = int(whole.shape[2 + position]), int(repeated.shape[2 + position])
     line, lines = [1] * dimensions, [1] * dimensions
     line[position], lines[position] = before, after
+    # The kernel itself is asked which element it reads: a row of numbers is interpolated.
     numbered = torch.arange(before, dtype=torch.float64).view(1, 1, *line)
     shape = (after, *[1] * (dimensions - 1 - position))
     return tuple(table.shape) == shape and torch.equal(kernel(numbered, lines).flatten(), table.flatten().double())

@@ -78,6 +78,7 @@ class _RecordedValues:
         if not tensor_values(node):
             return
         changed = [source for source in input_nodes(node) if source in self._before]
+        # Four cases, in the order of the table in the docstring.
         if node.target is operator.getitem:
             for source in changed:
                 self._replace(node, source.meta["val"][node.args[1]])
@@ -96,6 +97,7 @@ class _RecordedValues:
 
     def _record_on_host(self, node: fx.Node, positions: Sequence[int]) -> None:
         """Record that results are on the host: single numbers."""
+        # Seeds of attention: recorded where the kernel leaves them.
         values = list(node.meta["val"])
         for position in positions:
             with values[position].fake_mode:
@@ -118,6 +120,7 @@ class _RecordedValues:
         return _shares_storage(node)
 
     def _visit_view(self, node: fx.Node, changed: Sequence[fx.Node]) -> None:
+        # `as_strided` reads addresses, so it has to read the base in its old order.
         if node.target is aten.as_strided.default and not self._keeps_order(changed[0]):
             # It reads the base's memory by address: only the base in its old order has the same elements there.
             assert self._bases is not None
@@ -142,10 +145,12 @@ class _RecordedValues:
                 for source in changed:
                     self._restore(node, source)
                 return
+            # The fake kernel's result only counts if it has the shapes that were recorded.
             values = result_tensors(result)
             if [value.shape for value in values] != [value.shape for value in recorded]:
                 return
             pairs = zip(recorded, values, strict=True)
+            # An unchanged layout keeps the recorded value, so that nothing behind it is visited.
             values = [old if layout_of(old) == layout_of(new) else new for old, new in pairs]
         if values is None or all(old is new for old, new in zip(recorded, values, strict=True)):
             return
@@ -153,6 +158,7 @@ class _RecordedValues:
         self._replace(node, tree_map_only(torch.Tensor, lambda _: next(following), node.meta["val"]))
 
     def _replace(self, node: fx.Node, value: Any) -> None:
+        # Bases are noted before the first change, while recorded values still tell who shares memory.
         if self._bases is None:
             self._bases = {other: viewed(other) for other in self._joint.computed() if _shares_storage(other)}
         self._before[node] = node.meta["val"]
@@ -187,6 +193,7 @@ def _copy_single_samples(joint: JointGraph) -> None:
         source = node.args[position] if position is not None else None
         if not isinstance(source, fx.Node) or source.op == "placeholder" or not _is_single_sample(source.meta["val"]):
             continue
+        # One copy for forward and backward.
         if source not in copies:
             form = torch.channels_last if source.meta["val"].dim() == 4 else torch.channels_last_3d
             copies[source] = insert_call(source.next, aten.clone.default, source, memory_format=form)
@@ -209,6 +216,7 @@ def _shares_storage(node: fx.Node) -> bool:
 def _copied(node: fx.Node, like: torch.Tensor) -> fx.Node:
     """A copy of a node's value without gaps, with its dimensions in the order of ``like``."""
     sizes, strides = layout_of(like)
+    # Outermost dimension first; dimensions of size 1 have no order.
     wanted = sorted(range(len(sizes)), key=lambda dim: (-strides[dim] if sizes[dim] > 1 else 0, dim))
     following = node.next
     turned = insert_call(following, aten.permute.default, node, wanted)

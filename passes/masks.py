@@ -45,6 +45,7 @@ def _is_index_put(node: fx.Node) -> bool:
 
 def _expand_index(joint: JointGraph, node: fx.Node, shared: dict[fx.Node, list[fx.Node]]) -> None:
     indices = list(node.args[1])  # type: ignore[arg-type]
+    # Other indices (integers, slices as None) stay where they are; a mask becomes one index per dimension of its own.
     masks = [index for index in indices if isinstance(index, fx.Node) and is_mask(index)]
     if not masks:
         return
@@ -61,6 +62,7 @@ def _expand_masked_select(joint: JointGraph, node: fx.Node, shared: dict[fx.Node
     value, mask = node.args
     assert isinstance(value, fx.Node) and isinstance(mask, fx.Node)
     shape = torch.broadcast_shapes(value.meta["val"].shape, mask.meta["val"].shape)
+    # With symbolic sizes the broadcast would need nodes for them.
     if any(not isinstance(size, int) for size in shape):
         return  # hoisted as it is
     with joint.graph.inserting_before(node):
@@ -85,6 +87,7 @@ def _expand_masked_scatter_backward(joint: JointGraph, node: fx.Node, shared: di
         at, like = (node, gradient) if forward is None else (forward, forward.args[0])
         everywhere = insert_call(at, aten.ones_like.default, like, dtype=torch.bool)
         mask = insert_call(at, aten.logical_and.default, everywhere, mask)
+    # The same coordinates select in the backward what the forward has scattered.
     coordinates = _coordinates(joint, mask, node, shared)
     value = gradient.meta["val"]
     selected = insert_call(node, aten.index.Tensor, gradient, coordinates)
@@ -128,6 +131,7 @@ def _coordinates(
         return shared[mask]
     graph = joint.graph
     value = mask.meta["val"]
+    # Behind the mask, so that every later reader can share it, in whatever phase.
     with graph.inserting_after(graph.find_nodes(op="placeholder")[-1] if mask.op == "placeholder" else mask):
         nonzero = graph.call_function(aten.nonzero.default, (mask,))
     inherit_origin(nonzero, mask if mask.op == "call_function" else user)
@@ -142,6 +146,7 @@ def _coordinates(
     nonzero.meta["unbacked_bindings"] = size_binding(count)
     columns = []
     after = nonzero
+    # One column of coordinates for each dimension of the mask.
     for dim in range(value.dim()):
         with graph.inserting_after(after):
             after = graph.call_function(aten.select.int, (nonzero, 1, dim))
@@ -159,6 +164,7 @@ def _count_of(mask: torch.Tensor, user: fx.Node) -> Any:
         return user.meta["val"].shape[before]
     shape_env = mask.fake_mode.shape_env  # type: ignore[attr-defined]
     with shape_env.ignore_fresh_unbacked_symbols():
+        # The number of selected elements is known only when the operation has run: a new symbol between 0 and all.
         count = shape_env.create_unbacked_symint()
     torch._check(count >= 0)
     torch._check(count <= mask.numel())
@@ -172,6 +178,7 @@ def _position_of_selected(user: fx.Node) -> int:
         return 0
     indices = list(user.args[1])  # type: ignore[arg-type]
     used = [position for position, index in enumerate(indices) if index is not None]
+    # As NumPy: adjacent indices leave the result's dimension where they are, others move it to the front.
     adjacent = used == list(range(used[0], used[-1] + 1))
     return used[0] if adjacent else 0
 

@@ -54,6 +54,7 @@ def split_mean_losses(
         present: whether the device is there.
     """
     for node in list(joint.computed()):
+        # Three forms: a cross entropy, a mean, a loss with the reduction "mean". Each becomes a sum and a division.
         packet = getattr(node.target, "overloadpacket", None)
         if packet in (aten.nll_loss_forward, aten.nll_loss2d_forward):
             _split_cross_entropy(node)
@@ -67,6 +68,7 @@ def split_mean_losses(
             made.update_arg(0, gradient)
             node.replace_all_uses_with(made)
             joint.graph.erase_node(node)
+    # New nodes belong to the backward if they read anything of it.
     late, added = set(joint.tangents), []
     for node in joint.computed():
         if Mark.PHASE not in node.meta:
@@ -118,6 +120,7 @@ def _split_cross_entropy(node: fx.Node) -> None:
     dtype = scores.meta["val"].dtype
     if dtype is torch.float16:
         return
+    # What counts: labels that are not ignored, with their classes' weights.
     counts = insert_call(node, aten.ne.Scalar, labels, ignored)
     if isinstance(weight, fx.Node):
         named = insert_call(node, aten.where.ScalarOther, counts, labels, 0)
@@ -132,6 +135,7 @@ def _split_cross_entropy(node: fx.Node) -> None:
     loss.meta = {**summed.meta, "val": summed.meta["val"][0]}
     mean = insert_call(node, aten.div.Tensor, loss, total)
     for item in list(node.users):
+        # The second result of the loss was the total weight; it is the sum computed here.
         item.replace_all_uses_with(mean if item.args[1] == 0 else total)
         node.graph.erase_node(item)
     node.graph.erase_node(node)

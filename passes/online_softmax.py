@@ -85,6 +85,8 @@ class _OnlineWriter:
         self._scores = scores
         self._rest: fx.Node | None = None
         """What a log-sum-exp in double precision is more than one in the precision of the scores."""
+        # In float64 the log-sum-exp is exact enough. Otherwise it is summed in float64 and kept as two numbers, rounded
+        # and rest, so that x - logsumexp(x) is as exact as log_softmax's.
         if self._dtype is torch.float64:
             self._log_sum_exp = self._call(softmax, aten.logsumexp.default, scores, [self._axis], True)
             self._rounded = self._log_sum_exp
@@ -93,6 +95,7 @@ class _OnlineWriter:
             self._rounded = self._call(softmax, aten._to_copy.default, self._log_sum_exp, dtype=self._dtype)
             rest = self._call(softmax, aten.sub.Tensor, self._log_sum_exp, self._rounded)
             self._rest = self._call(softmax, aten._to_copy.default, rest, dtype=self._dtype)
+        # The numbers of the classes, in the dimension of the classes: compared with a row's label they tell its score.
         count, device = self._shape[self._axis], softmax.meta["val"].device
         words = self._call(softmax, aten.arange.default, count, dtype=torch.int32, device=device, pin_memory=False)
         behind = len(self._shape) - self._axis - 1
@@ -123,12 +126,14 @@ class _OnlineWriter:
         """For each row, its label and whether it is ignored, as columns, and a mask of the scores of other classes."""
         if (labels, ignored) not in self._labels:
             column, is_ignored = self._as_column(before, labels), None
+            # An ignored label may be out of range (-100), so it is replaced by 0, and what is read there is masked out.
             if ignored is not None:
                 is_ignored = self._call(before, aten.eq.Scalar, column, ignored)
                 column = self._call(before, aten.masked_fill.Scalar, column, is_ignored, 0)
             # Indexing 0, 1, … with the labels returns them again, and raises for one out of range, as the loss does.
             flat = self._call(before, aten.reshape.default, column, [-1])
             column = self._as_column(before, self._call(before, aten.index_select.default, self._words, 0, flat))
+            # True at all classes but the label's.
             others = self._call(before, aten.ne.Tensor, self._classes, column)
             self._labels[labels, ignored] = column, is_ignored, others
         return self._labels[labels, ignored]
@@ -136,6 +141,8 @@ class _OnlineWriter:
     def _at_label(self, before: fx.Node, others: fx.Node) -> fx.Node:
         """The log-probabilities of the rows' labels, as a column."""
         if others not in self._picked:
+            # All scores but the label's are set to zero; the sum over the classes is then the label's score, in tiles
+            # too.
             alone = self._call(before, aten.masked_fill.Scalar, self._scores, others, 0.0)
             self._picked[others] = self._call(before, aten.sum.dim_IntList, alone, [self._axis], True)
         return self._less(before, self._picked[others])
@@ -183,6 +190,7 @@ class _OnlineWriter:
     def _summed(self, node: fx.Node, axis: int) -> fx.Node:
         """The sum of the log-probabilities over all classes, and over rows if the original sum includes them."""
         total = self._call(node, aten.sum.dim_IntList, self._scores, [self._axis], True)
+        # Σ (x_c - L) = Σ x_c - classes · L.
         less = self._call(node, aten.mul.Scalar, self._log_sum_exp, self._shape[self._axis])
         made = self._call(node, aten.sub.Tensor, total, less)
         if self._rest is not None:
@@ -190,6 +198,7 @@ class _OnlineWriter:
         operand = node.args[0]
         assert isinstance(operand, fx.Node)
         shape = list(operand.meta["val"].shape)
+        # A sum over further dimensions than the classes: rows are added afterwards.
         dims = sorted(summed_dims(node, len(shape)) - {axis})
         if not dims:
             return made
@@ -212,6 +221,8 @@ class _OnlineWriter:
 
     def _gradient(self, node: fx.Node, parts: Sequence[Scaled]) -> fx.Node:
         """The gradient of the scores."""
+        # gradient = parts - softmax(x) · Σ parts, where a part at a label counts once and one for all classes `classes`
+        # times.
         classes, sums = self._shape[self._axis], []
         made: list[fx.Node] = []
         for part in parts:
@@ -224,6 +235,7 @@ class _OnlineWriter:
                 sums.append(column)
                 whole = self._call(node, aten.expand.default, column, self._shape)
                 made.append(self._call(node, aten.masked_fill.Scalar, whole, others, 0.0))
+        # exp(x - L) with L in two numbers.
         less = self._call(node, aten.sub.Tensor, self._scores, self._rounded)
         if self._rest is not None:
             less = self._call(node, aten.sub.Tensor, less, self._rest)
@@ -258,6 +270,7 @@ class _OnlineWriter:
         gradient, _, labels, weight, reduction, ignored, total = part.node.args
         assert isinstance(gradient, fx.Node) and isinstance(labels, fx.Node)
         label, is_ignored, others = self._label(before, labels, ignored)
+        # The mean divides by the total weight, which is a number that the forward has returned.
         if reduction == _MEAN:
             gradient = self._call(before, aten.div.Tensor, gradient, total)
         if reduction == _NONE:

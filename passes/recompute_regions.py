@@ -57,6 +57,7 @@ def mark_recompute_regions(joint: JointGraph, replays_random: bool = True) -> Jo
         if saves_for_recompute(node):
             _hoist_saved(node)
             joint.graph.erase_node(node)
+    # What has to be saved, first: must recompute yields to it.
     for node in joint.in_phase(Phase.FORWARD):
         reason = _must_be_saved(node, replays_random)
         if reason is not None and Mark.MUST_SAVE not in node.meta and not is_view(node) and tensor_values(node):
@@ -64,11 +65,13 @@ def mark_recompute_regions(joint: JointGraph, replays_random: bool = True) -> Jo
             if _policy(node) == "MUST_CPU_OFFLOAD":
                 node.meta[Mark.ON_HOST] = True
         for source in input_nodes(node) if offloading_inputs(node) else ():
+            # The outermost checkpoint that asks for it sees the source as an input.
             if not set(offloading_inputs(node)).issubset(offloading_inputs(source)):
                 viewed(source).meta[Mark.ON_HOST] = True
     for node in joint.in_phase(Phase.FORWARD):
         reason = None if is_view(node) or is_symbolic_scalar(node) else _must_not_be_kept(node)
         for output in node_outputs(node) if reason is not None else ():
+            # Of a sort only the indices are saved; the sorted values may be gathered again.
             may_recompute = Mark.MUST_SAVE not in node.meta or selection(output) is not None
             if may_recompute and (is_in_scope(node) or _is_read_only_inside(output)):
                 output.meta[Mark.MUST_RECOMPUTE] = reason
@@ -90,6 +93,7 @@ def region_bounds(joint: JointGraph) -> list[int]:
             last[number] = position
             if node.meta.get(Mark.FLOPS):
                 working.add(number)
+    # Checkpoints without arithmetic are no reason to cut.
     bounds = {first[number] for number in working} | {last[number] + 1 for number in working}
     return sorted(bound for bound in bounds if 0 < bound < len(forward))
 

@@ -51,6 +51,7 @@ def mark_strided_gradients(joint: JointGraph) -> JointGraph:
         like = tangent.meta.get("val")
         if not isinstance(like, torch.Tensor) or not like.dim():
             continue
+        # As the gradient would be if nobody passed one: a single zero, expanded.
         with like.fake_mode:  # type: ignore[attr-defined]
             zeros = like.new_zeros(()).expand(like.shape)
         if _strides_matter(tangent, zeros, True, returned, {}):
@@ -72,6 +73,7 @@ def _strides_matter(
     """
     key = node, str(value.stride()), zeros
     if key not in known:
+        # Cycles cannot occur; the entry ends repeated visits of shared users.
         known[key] = False  # until the users have been visited
         known[key] = node in returned or any(_depends(user, node, value, zeros, returned, known) for user in node.users)
     return known[key]
@@ -94,6 +96,7 @@ def _depends(
     if target.namespace not in _OPERATORS or (target.overloadpacket in _IN_MEMORY_ORDER and user.args[0] is node):
         return not _lies_as_recorded(node, value)
     if not is_view(user):
+        # Sums of zeros are zero in any order; of other numbers, order is rounding.
         if not zeros and not has_tag(target, torch.Tag.pointwise):
             return not _lies_as_recorded(node, value)
         if _has_recorded_result(user, node, value):
