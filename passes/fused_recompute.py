@@ -9,7 +9,9 @@ replaced by operations beside its readers, if these start from narrower values, 
     x ─▶ gelu ─▶ y ─▶ mm                       x ─▶ gelu ─▶ y ─▶ gelu_backward, mm
 
 Which values are handed over is a minimum cut, as in PyTorch's partitioner (min-cut rematerialization; its weights are
-others): one vertex for "the backward reads v", one for "v is repeated there".
+others): one vertex for "the backward reads v", one for "v is repeated there". A repeated value costs its bytes in every
+module that may repeat it, so sums along a chain of residual connections are handed over instead of being added up
+from the first layer again in each.
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ def recompute_in_readers(joint: JointGraph, whole_backward: bool) -> JointGraph:
 
 def _repeated(joint: JointGraph) -> set[fx.Node]:
     """Forward operations that are repeated in the backward."""
-    needed = dict.fromkeys(base for node in _later(joint) for base in _bases(node))
+    needed: dict[fx.Node, set[tuple[int, Phase]]] = {}
+    for node in _later(joint):
+        for base in _bases(node):
+            needed.setdefault(base, set()).add((node.meta[Mark.STAGE], node.meta[Mark.PHASE]))
     costs: dict[fx.Node, int] = {}
     fusible: set[fx.Node] = set()
     outputs = enumerate(joint.forward_outputs)
@@ -82,7 +87,12 @@ def _repeated(joint: JointGraph) -> set[fx.Node]:
         return set()
     # Two vertices for each value: read by the backward, and repeated there.
     passed = {value: 2 + 2 * index for index, value in enumerate(costs)}
-    sizes = {value: tensor_bytes(tensor_values(value)) for value in fusible}
+    modules = {value: set(needed.get(value, ())) for value in costs}
+    # Readers before what they read: each module that may repeat a value may repeat what that starts from.
+    for value in sorted(fusible, reverse=True):
+        for base in _bases(value):
+            modules[base] |= modules[value]
+    sizes = {value: tensor_bytes(tensor_values(value)) * len(modules[value]) for value in fusible}
     unit = unit_of([*(cost * _REPEATED for cost in costs.values()), *sizes.values()])
     arcs: list[Arc] = []
     for value, cost in costs.items():

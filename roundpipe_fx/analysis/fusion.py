@@ -13,6 +13,7 @@ since their results are narrow.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -124,23 +125,47 @@ def is_in_kernel(node: fx.Node) -> bool:
 
 
 def is_virtual(node: fx.Node, phase: Phase) -> bool:
-    """Test for a fusible operation that only kernels read in one phase, so that its result takes no memory in it.
+    """Test for a fusible operation whose result takes no memory in a phase, since only the kernel of it reads it there.
+
+    A reader that waits for a product of the value runs in a later kernel, as the end of a residual connection does::
+
+        x ──▶ norm ──▶ mm ──▶ add        the kernel of norm computes x and writes it, for that of add
+        └─────────────────────▲
 
     Args:
         node: of an annotated graph.
+        phase: the phase whose readers count.
     """
-    return is_fusible(node) and _only_kernels_read(node, phase)
+    return is_fusible(node) and all(_shares_kernel(node, reader) for reader in _readers(node, phase))
 
 
-def _only_kernels_read(node: fx.Node, phase: Phase) -> bool:
+def _readers(node: fx.Node, phase: Phase) -> Iterator[fx.Node]:
+    """Operations of a phase that read a value, directly or through views; the graph's output, too."""
     for user in node.users:
         if user.op == "output":
+            yield user
+        elif user.meta.get(Mark.PHASE) is phase:
+            yield from _readers(user, phase) if is_view(user) else (user,)
+
+
+def _shares_kernel(node: fx.Node, reader: fx.Node) -> bool:
+    """Test for a reader in the stage of a value that waits for nothing that is computed from it outside of kernels."""
+    if reader.op == "output" or not is_in_kernel(reader) or reader.meta.get(Mark.STAGE) != node.meta.get(Mark.STAGE):
+        return False
+    # Backwards from the reader: between it and the value, once with and once without a kernel of another operation.
+    pending = [(reader, False)]
+    seen = set(pending)
+    while pending:
+        current, after_another = pending.pop()
+        if current is node and after_another:
             return False
-        if user.meta.get(Mark.PHASE) is not phase:
-            continue
-        fused = _only_kernels_read(user, phase) if is_view(user) else is_in_kernel(user)
-        if not fused:
-            return False
+        for operand in current.all_input_nodes:
+            if operand < node:
+                continue
+            another = after_another or not (operand is node or is_view(operand) or is_in_kernel(operand))
+            if (operand, another) not in seen:
+                seen.add((operand, another))
+                pending.append((operand, another))
     return True
 
 

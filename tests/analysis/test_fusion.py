@@ -45,6 +45,33 @@ def test_a_value_is_virtual_where_only_kernels_read_it() -> None:
     assert is_virtual(nodes["exp"], Phase.BACKWARD)
 
 
+def test_what_a_later_kernel_or_stage_reads_is_not_virtual() -> None:
+    """The end of a residual connection waits for a product; a product of other operands delays nothing."""
+    graph = """\
+def joint(
+    x: float32[8, 4],
+    y: float32[8, 4],
+    w: float32[4, 4],
+):
+    # forward, stage 0, segment 0
+    tanh: float32[8, 4] = aten.tanh.default(x)
+    exp: float32[8, 4] = aten.exp.default(tanh)
+    mm: float32[8, 4] = aten.mm.default(exp, w)
+    view: float32[8, 4] = aten.view.default(mm, [8, 4])
+    add: float32[8, 4] = aten.add.Tensor(tanh, view)
+    sin: float32[8, 4] = aten.sin.default(x)
+    mm_1: float32[8, 4] = aten.mm.default(y, w)
+    add_1: float32[8, 4] = aten.add.Tensor(sin, mm_1)
+    cos: float32[8, 4] = aten.cos.default(x)
+    # forward, stage 1, segment 1
+    add_2: float32[8, 4] = aten.add.Tensor(cos, mm_1)
+    return (add, add_1, add_2), ()
+"""
+    nodes = {node.name: node for node in joint_of(graph).computed()}
+    virtual = [name for name in ("tanh", "sin", "cos") if is_virtual(nodes[name], Phase.FORWARD)]
+    assert virtual == ["sin"]
+
+
 def test_a_dropout_is_its_operands() -> None:
     nodes = {node.name: node for node in joint_of(GRAPH).computed()}
     dropped = dropped_operands(nodes["getitem"])

@@ -138,3 +138,33 @@ def joint(
     return (mm_1,), (mul_2,)
 """,
     )
+
+
+def test_as_text_sums_of_residual_connections_are_handed_over() -> None:
+    """The last stage does not add up the layers before it again, although ``mm`` and ``add`` are as large."""
+    before = """\
+def joint(
+    x: float32[8, 4],
+    w: float32[4, 4],
+    tangents_1: float32[8, 4],
+):
+    # forward, stage 0, segment 0
+    mm: float32[8, 4] = aten.mm.default(x, w)
+    add: float32[8, 4] = aten.add.Tensor(x, mm)
+    # forward, stage 1, segment 1
+    sin: float32[8, 4] = aten.sin.default(add)
+    mm_1: float32[8, 4] = aten.mm.default(sin, w)
+    add_1: float32[8, 4] = aten.add.Tensor(add, mm_1)
+    # forward, stage 2, segment 2
+    sin_1: float32[8, 4] = aten.sin.default(add_1)
+    mm_2: float32[8, 4] = aten.mm.default(sin_1, w)
+    # backward, stage 2, segment 2
+    cos: float32[8, 4] = aten.cos.default(add_1)
+    mul: float32[8, 4] = aten.mul.Tensor(tangents_1, cos)
+    # backward, stage 1, segment 1
+    cos_1: float32[8, 4] = aten.cos.default(add)
+    mul_1: float32[8, 4] = aten.mul.Tensor(mul, cos_1)
+    return (mm_2,), (mul_1,)
+"""
+    made = after(lambda joint: recompute_in_readers(joint, False), before, name="fused_recompute")
+    assert made == before
