@@ -85,8 +85,10 @@ class _Compilation:
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        # Graphs inside operators with bodies reach the partitioner as well; only the whole one is planned.
         if not is_outermost(joint):
             return torch_private.default_partition(joint, _inputs, num_fwd_outputs=num_fwd_outputs)
+        # Which outputs have incoming gradients is read before anything else changes the graph.
         self.differentiated = torch_private.differentiated_outputs(joint)
         view = self._view(joint, num_fwd_outputs)
         warn_of_redrawn_numbers(view)
@@ -122,6 +124,7 @@ class _Compilation:
         """Lower a graph for the sizes that it is to be used with."""
         assumed = self.learned.of_graph(self.name)
         with torch_private.without_modes():
+            # A budget in bytes bounds the largest sizes that the plan is made for, so these are found first.
             if bounded_in_bytes(view, self.options):
                 return lower_for_sizes(view, assumed, lower, lambda result: lowered_of(result).recompute_seconds > 0)
             torch_private.assume_sizes(view.module, assumed)
@@ -161,6 +164,7 @@ class _OnOneDevice(_Compilation):
         def lower_with(joint: JointGraph, options: Options, step: StepNeeds | None) -> Result[Lowered]:
             learned = self.learned
             if learned.runs_eagerly(self.name):
+                # Inductor failed on this graph before: its stages run eagerly from then on.
                 options = dataclasses.replace(options, stage_compiler="eager", inductor_options=())
             return lower(
                 joint,
@@ -173,6 +177,7 @@ class _OnOneDevice(_Compilation):
             )
 
         parts = self.learned.steps.expected_parts
+        # The first step of a model with several graphs: each is planned for its part of the budget.
         if parts > 1 and self.options.memory_budget is not None:
             return lower_as_one_of(joint, parts, self.options, lower_with)
         result = lower_with(joint, self.options, self.learned.steps.needs(self.call_name))
@@ -200,6 +205,8 @@ class _OnOneDevice(_Compilation):
         )
 
     def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
+        # Wrappers from the inside out: the program, the record of calls, the profile, incoming gradients, observed
+        # outputs, explanations of out-of-memory errors.
         run = self._load(self.lowered, self.lowered.forward, self._see())
         if self.noted is not None:
             run = self.learned.calls.forward(run, self.noted)
@@ -245,6 +252,7 @@ class _OnOneDevice(_Compilation):
 
     def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered.backward is not None
+        # The same wrappers as around the forward, in the same order.
         run = self._explained(self._load(self.lowered, self.lowered.backward, self._see()), self.lowered, "backward")
         if self.observed is not None:
             run = self.observed.backward(run)
@@ -257,6 +265,7 @@ class _OnOneDevice(_Compilation):
             run = self.learned.calls.backward(run, self.noted)
         if self.profiled is not None:
             run = self.profiled.backward(run)
+        # Gradients that no step was expected to pass: seeing one is a reason to plan anew.
         unexpected = {node.name for node in self.lowered.joint.tangents} - {node.name for node in self.lowered.tangents}
         if self.lowered.budget is None or not unexpected:
             return run
@@ -291,6 +300,7 @@ class _OnOneDevice(_Compilation):
         others = lowered.peak.bytes - lowered.call_peak.bytes
 
         def see(peak: int) -> None:
+            # What compiled stages hold beyond what the plan counts without its own allowance for them.
             excess = peak - (lowered.call_peak.bytes - beyond)
             if peak + others <= budget:
                 return
@@ -363,13 +373,17 @@ class _InPipeline(_Compilation):
             run_passes = functools.partial(lower_with, options=options, share=share)
             return self._for_sizes(joint, run_passes, lambda pipeline: pipeline.main.lowered)
 
+        # Lowering rewrites the graph; a second attempt needs a copy.
         spare = view.copy() if self.step.sizes_differ or self.learned.share < 1 else None
         allowed = asked_budget(view, self.options, self.options.device or device_of(view))
         result = lower(view, self.options, self.learned.share)
         if isinstance(result, Found) or spare is None or not isinstance(allowed, int):
             return result
+        # No microbatch of another size can help: the refusal stands.
         if result.minimum > allowed and not self.step.sizes_differ:
             return result
+        # The least that this microbatch needs: together with smaller ones it may fit, which is checked before the step
+        # runs.
         least = lower(spare, dataclasses.replace(self.options, memory_budget=result.minimum))
         if isinstance(least, Infeasible):
             return least
@@ -437,6 +451,7 @@ def compile_graph(
         # Workers of a pipeline have streams of their own, which they have touched, or will when they start.
         devices = list(pipelining.devices) or _cuda_devices(example_inputs)
         state = compile_state or StepCompileState()
+        # Each microbatch's loss is divided by the whole batch's count already, so they are summed.
         # Losses that are divided by the count of the whole batch are parts of one mean.
         parts = state.step.counted and torch_private.reads_input(module, COUNT_OF_BATCH)
         pipelining = dataclasses.replace(

@@ -128,6 +128,7 @@ class CompiledModule(nn.Module):
             RuntimeError: nothing has been compiled: there was no call yet, or the model ran eagerly; the message says
                 why. It is an ``AttributeError`` too, so that ``hasattr`` is false.
         """
+        # A model may have several plans (training and evaluation, several shapes): the last one for training is shown.
         plans = self._state_of_roundpipe_fx.plans
         if not plans:
             raise NoPlanError(self._state_of_roundpipe_fx.why_no_plan())
@@ -171,6 +172,7 @@ class CompiledModule(nn.Module):
         shared."""
 
     def __getattr__(self, name: str) -> Any:
+        # Python falls back to this method when a property raises AttributeError.
         if name == "plan" and not self._state_of_roundpipe_fx.plans:
             raise NoPlanError(self._state_of_roundpipe_fx.why_no_plan())  # Python asks here after the property's error
         return super().__getattr__(name)
@@ -214,6 +216,7 @@ class CompiledModule(nn.Module):
         Raises:
             RuntimeError: with a mesh, before :meth:`trace` or the first step.
         """
+        # While an optimizer is constructed, it is given the parameters that it is to update.
         if in_optimizer_context() and recurse:
             return self._state_of_roundpipe_fx.optimizer.named(prefix, remove_duplicate)
         named = super().named_parameters(prefix, recurse, remove_duplicate)

@@ -70,6 +70,7 @@ class CompiledState:
         self.replaced: Callable[..., Any] | None = None
         self.ran = False
         self.stepped = False
+        # Names of modules that follow each other tell where stages may begin.
         if isinstance(options.stages, tuple):
             options = dataclasses.replace(options, following=_following(original))
         self.options = options
@@ -108,6 +109,7 @@ class CompiledState:
         """A backend that knows nothing of what was compiled so far, which is evicted."""
         self._is_new = True
         torch_private.try_again()
+        # The old code is evicted before new code is compiled, or both would count against Dynamo's limit.
         if self._unused is not None:
             self._unused()
         evict_unused()
@@ -183,6 +185,7 @@ class CompiledState:
             return self._trace(args, kwargs)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The exception ends the call when everything is captured; it is the normal end of a trace.
         with contextlib.suppress(TraceOnly), trace_only():
             self._call(args, kwargs)
         self._called = True
@@ -293,6 +296,7 @@ def _following(model: nn.Module) -> dict[str, list[str]]:
     """For each module those that run after it: the later ones of the lists and sequences that it is in."""
     modules = dict(model.named_modules(remove_duplicate=False))
     following: dict[str, list[str]] = {}
+    # In a sequence of modules what follows a module are its later siblings, then whatever follows the parent.
     for name in modules:  # parents come before their children
         parent, _, part = name.rpartition(".")
         after = list(following.get(parent, ()))

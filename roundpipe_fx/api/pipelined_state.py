@@ -94,6 +94,7 @@ class PipelinedState(CompiledState):
             mode=self._mode(),
             explaining=functools.partial(_explaining, self.learned, self.plans),
         )
+        # A backward of the replaced pipeline may still come: it needs the same threads and the same lock.
         if self._pipeline is not None:
             pipeline.take_over_workers(self._pipeline)
         self._pipeline = pipeline
@@ -120,6 +121,8 @@ class PipelinedState(CompiledState):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_sharded_parts(self.original)
+        # Generation calls the model token by token with a cache; a pipeline would be filled and drained for each of
+        # them.
         if not torch.is_grad_enabled() and has_cache(args, kwargs):
             return self.for_generation(self.original).forward(*args, **kwargs)
         return self.pipeline.forward(args, kwargs)
@@ -142,6 +145,8 @@ class PipelinedState(CompiledState):
         if parallel is None:
             return self._replanned(lambda: self.pipeline.forward_backward(step_inputs))
 
+        # DDP calls the module's forward, which is diverted to the step: its hooks see the parameters' gradients as in
+        # any backward.
         def step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             within = dataclasses.replace(step_inputs, args=args, kwargs=kwargs, optimizer=None)
             return self._replanned(lambda: self.pipeline.forward_backward(within, hand_over=False))
@@ -152,6 +157,7 @@ class PipelinedState(CompiledState):
         finally:
             self._instead = None
         loss = result[0] if step_inputs.return_outputs else result
+        # DDP averages in the backward of the returned loss.
         loss.backward()
         if step_inputs.optimizer is not None:
             self.optimizer.step(step_inputs.optimizer, is_async=False)
@@ -165,6 +171,7 @@ class PipelinedState(CompiledState):
             HostMemoryError: the host has no memory for it.
         """
         super()._know(optimizer)
+        # The state has grown since it was last counted (the first step has made it), or not.
         if self._optimizers.get(optimizer) == len(optimizer.state):
             return
         optimizers = [*{**self._optimizers, optimizer: 0}]

@@ -173,10 +173,12 @@ def plan(
     memory = NO_OPTIMIZER
     if optimizer is not None:
         memory = optimizer_memory(optimizer, {id(parameter) for parameter in model.parameters()})
+    # Bytes of this rank's shards, if the model is parallelized.
     tensors = map(local_tensor, (*model.parameters(), *model.buffers()))
     weights = 0 if offloaded else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     state = 0 if offloaded or over_processes else memory.bytes
     if budget is None:
+        # Without a budget: what the device has, less a margin, less what lies there between steps.
         total = int(_SHARE * (DEVICES[name].memory or 0))
         if total:
             _check_weights(weights, state, total, devices * (replicas if shard or of_any_shape else 1), name)
@@ -188,6 +190,7 @@ def plan(
     args, kwargs = tree_map(lambda value: stand_ins.get(id(value), value), (args, kwargs))
     undivided = None
     tokens = _tokens((args, kwargs))
+    # Devices that are to be divided plan one microbatch: its size is the same in every division.
     if of_any_shape:
         undivided, (args, kwargs) = _microbatch_of((args, kwargs), replicas, ranks, num_microbatches)
         replicas = num_microbatches = 1
@@ -221,6 +224,7 @@ def plan(
             budget_has_weights=over_processes and memory_budget is None and isinstance(budget, int),
             undivided=undivided,
         )
+    # The user's model stays as it is; the copy has parameters without memory.
     model = copy.deepcopy(model, stand_ins)
     planned = compiled_module(model, options, fullgraph=True, dynamic=False, pipelining=pipelining)
     step_plan = planned.trace(*args, **kwargs)
@@ -231,6 +235,7 @@ def plan(
         return dataclasses.replace(step_plan, model=held)
     if step_plan.pipeline.mesh is None:
         return step_plan
+    # Tokens were counted for the whole batch; the plan speaks of one replica.
     if undivided is not None:
         tokens //= step_plan.pipeline.mesh.replicas
     mesh = dataclasses.replace(step_plan.pipeline.mesh, tokens=tokens)
