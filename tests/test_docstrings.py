@@ -46,7 +46,7 @@ ROOT = Path(__file__).parent.parent
 _ENTRY = re.compile(r"^ {4}\*{0,2}(\w+(?:, \*{0,2}\w+)*): (.*(?:\n {8,}.*)*)", re.MULTILINE)
 """An entry of a section, with its further lines, which are indented."""
 
-MOST_SHORT_ENTRIES = 141
+MOST_SHORT_ENTRIES = 60
 """Entries of Args and Attributes in the whole package that have no more than three words."""
 
 

@@ -41,7 +41,6 @@ def data_parallel_around(model: nn.Module, state: Any) -> DistributedDataParalle
     """The DDP through which a step of a compiled model must go; ``None``: there is none.
 
     Args:
-        model: the compiled model.
         state: what it has beside the model.
 
     Raises:

@@ -46,7 +46,6 @@ def make_backend(
     """A Dynamo backend with its options bound.
 
     Args:
-        options: how to compile.
         on_plan: called with each plan that is made.
         learned: what plans assume about run time; steps extend it.
         pipelining: how microbatches are pipelined; ``None``: they are not.

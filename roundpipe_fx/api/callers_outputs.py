@@ -30,8 +30,6 @@ class CallersOutputs:
 
     Args:
         graph: name under which steps of the graph are learned from.
-        joint: the graph.
-        options: the user's.
         learned: what steps have shown; extended.
     """
 

@@ -426,9 +426,6 @@ def compile_graph(
     """Compile one graph of Dynamo's.
 
     Args:
-        module: Dynamo's graph.
-        example_inputs: its inputs, fake.
-        options: the user's.
         registered_syncs: operators that the user declared to force a host sync.
         on_plan: called with each plan that is made.
         warned: lines of graph breaks that the user has been warned of; extended.

@@ -473,8 +473,6 @@ def compiled_module(
     """A compiled module.
 
     Args:
-        model: what is compiled.
-        options: how.
         pipelining: how microbatches are pipelined; ``None``: they are not.
         mesh: the processes over which stages are distributed; ``None``: they are in this one.
         **settings: see :class:`CompiledState` and :class:`PipelinedState`.

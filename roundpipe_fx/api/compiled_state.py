@@ -41,10 +41,7 @@ class CompiledState:
     """A model's compiled form, on one device.
 
     Args:
-        original: the model.
         options: how it is compiled.
-        fullgraph: as for ``torch.compile``.
-        dynamic: as for ``torch.compile``.
         optim_dtype: of the optimizer's parameters.
 
     Attributes:
@@ -139,11 +136,7 @@ class CompiledState:
         return torch_private.keep_users_exceptions(self._compiled, [*self.original.modules()], *args, **kwargs)
 
     def for_generation(self, model: nn.Module) -> nn.Module:
-        """The module whose ``generate`` is called for that of the compiled model.
-
-        Args:
-            model: the compiled model.
-        """
+        """The module whose ``generate`` is called for that of the compiled model."""
         return model
 
     def forward_backward(self, model: nn.Module, step_inputs: StepInputs) -> Any:

@@ -31,7 +31,6 @@ def lower_as_one_of(
     Args:
         joint: a captured graph; it may be rewritten.
         parts: how many graphs the step is expected to have.
-        options: the user's.
         lower: lowers a graph with other options, and the needs of a step.
 
     Returns:

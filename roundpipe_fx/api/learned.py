@@ -43,7 +43,6 @@ class Learned:
         stale: whether steps have shown something that the plans do not take into account.
         headroom: added to the largest size seen, as a share of it.
         steps: the calls that steps consist of.
-        calls: records them.
         memory: memory of steps, for the message of an out-of-memory error.
     """
 

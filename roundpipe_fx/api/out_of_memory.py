@@ -74,8 +74,6 @@ class StepMemory:
         """Wrap a program so that its out-of-memory errors are explained.
 
         Args:
-            run: the program.
-            phase: ``"forward"`` or ``"backward"``.
             planned: returns what to say of the plan.
             begins: called before the program runs; ``None``: there is nothing to note.
         """

@@ -38,12 +38,10 @@ class PipelinedState(CompiledState):
     """The compiled form of a model that is pipelined, by threads of this process.
 
     Args:
-        original: the model.
         options: how it is compiled.
         pipelining: how microbatches are pipelined.
         splitting: how batches are split and outputs put together.
         deferred_batch_norm: whether batch norm's statistics are updated once a step.
-        **settings: as for :class:`CompiledState`.
     """
 
     def __init__(
@@ -128,11 +126,7 @@ class PipelinedState(CompiledState):
         return self.pipeline.forward(args, kwargs)
 
     def for_generation(self, model: nn.Module) -> nn.Module:
-        """The model itself: each call for a token writes to a cache, which has all rows, and microbatches cannot.
-
-        Args:
-            model: the compiled model.
-        """
+        """The model itself: each call for a token writes to a cache, which has all rows, and microbatches cannot."""
         self.optimizer.updates.synchronize()
         return self.original
 
@@ -200,10 +194,7 @@ class StateOverProcesses(PipelinedState):
     """The compiled form of a model of which each process has some stages.
 
     Args:
-        original: the model.
         options: how it is compiled.
-        mesh: the processes.
-        **settings: as for :class:`PipelinedState`.
     """
 
     of_processes = ("clip_grad_norm_", "init_weights", "load", "no_sync", "save")
@@ -229,9 +220,6 @@ class StateOverProcesses(PipelinedState):
 
     def for_generation(self, model: nn.Module) -> nn.Module:
         """None.
-
-        Args:
-            model: the compiled model.
 
         Raises:
             RuntimeError: this process has only some of the parameters.
@@ -297,9 +285,7 @@ def _explaining(
     """Context manager in which workers run; not a method, since what is compiled must not keep the state.
 
     Args:
-        learned: of the model.
         plans: of the model; the latest one for training, or not, is that of the run.
-        devices: of the workers.
         phase: what they run: ``"forward"``, ``"backward"`` or ``"step"``.
         training: whether there is a backward, now or later.
     """

@@ -319,7 +319,6 @@ def _microbatch_of(inputs: Any, devices: int, ranks: int, num_microbatches: int 
         inputs: positional and keyword inputs.
         devices: how many there are, or groups of them.
         ranks: how many devices a group has.
-        num_microbatches: the user's.
 
     Raises:
         ValueError: rows cannot be divided equally.
@@ -403,7 +402,6 @@ def _check_weights(weights: int, state: int, total: int, devices: int, name: str
         state: bytes of the optimizer's state there.
         total: bytes of a device that may be used.
         devices: how many there are.
-        name: of a device.
 
     Raises:
         InfeasibleBudgetError: they do.

@@ -28,7 +28,6 @@ class _Run:
         cls: the class of the module whose they are.
         names: their names in it.
         parameters: weak references to them.
-        plans: of the graph.
     """
 
     cls: type[nn.Module]
@@ -77,7 +76,6 @@ def noting_models(run: Callable[..., Any], modules: Iterable[nn.Module], made: S
     Args:
         run: takes the inputs of Dynamo's graph, parameters among them.
         modules: those that it was compiled for; not kept alive.
-        made: its plans.
     """
     compiled_for = [weakref.ref(module) for module in modules]
     if not compiled_for:

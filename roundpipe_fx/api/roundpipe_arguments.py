@@ -18,7 +18,6 @@ def in_our_names(
     """The arguments of a step: for the model, and labels.
 
     Args:
-        forward: the model's.
         args: as the user passed them.
         kwargs: as the user passed them.
         labels: as the user passed them.

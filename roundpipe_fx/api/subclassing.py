@@ -36,7 +36,6 @@ class State(Protocol):
     """Attributes of an object of a generated class besides the model's.
 
     Attributes:
-        original: the model.
         forward: takes the object and the arguments of the model's ``forward``.
         replaced: the user's replacement of ``forward``.
         ran: whether the compiled forward has run since, or the user has been told that it does not.

@@ -72,8 +72,6 @@ def compile_within_remaining_budget(
     """Compile within what others leave of a budget.
 
     Args:
-        wrapper_memory: what they allocate.
-        options: the user's.
         on_plan: called with each plan that is made.
         compile_within: compiles with other options, and calls another ``on_plan``.
 

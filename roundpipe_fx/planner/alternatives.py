@@ -90,11 +90,7 @@ def _alternatives(chosen: ScheduleEvaluation, frontier: Sequence[ScheduleEvaluat
 
 
 def device_curves(timing: Timing) -> tuple[tuple[int, ...], ...]:
-    """For each device, the most bytes of the actions that run there in each piece of the step; 0 where it waits.
-
-    Args:
-        timing: of a schedule.
-    """
+    """For each device, the most bytes of the actions that run there in each piece of the step; 0 where it waits."""
     devices = len(timing.ends)
     count = min(_PIECES, max(_PIECES_OF_ALL // max(devices, 1), 1))
     end = max((float(ends[-1]) for ends in timing.ends if len(ends)), default=0.0)

@@ -29,7 +29,6 @@ def class_regions(joint: JointGraph, costs: CostModel) -> list[TileRegion]:
 
     Args:
         joint: an annotated graph in which means are sums; not changed.
-        costs: of operations.
 
     Returns:
         regions whose nodes are those of a copy of the graph, in which log-softmaxes are written with sums over classes.
@@ -78,10 +77,6 @@ def seconds_of(joint: JointGraph) -> float:
 def may_be_quicker(region: TileRegion, tiles: int) -> bool:
     """Test for tiles of classes that may take less time than as many tiles of rows: if the sums of gradients, which
     each tile of rows reads and writes, take about as long as the logits, which tiles of classes compute twice.
-
-    Args:
-        region: of rows.
-        tiles: their number.
     """
     softmax = next((node for node in region.members if node.target is aten._log_softmax.default), None)
     if softmax is None:

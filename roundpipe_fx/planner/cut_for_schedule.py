@@ -71,8 +71,6 @@ def cut_for_schedule(
     Args:
         joint: the graph of a microbatch; it is rewritten.
         setting: what lowering knows besides the graph.
-        pipelining: the user's.
-        spec: of the schedule.
         like: how the graph of another microbatch of the same step was cut.
         weight_limit: bytes that an offloaded model's weights may take on a device; ``None``: as few as possible.
         in_pieces: whether stages are in pieces (:mod:`roundpipe_fx.planner.stages_in_pieces`).

@@ -103,7 +103,6 @@ def pipelining_of(pipelining: Pipelining, division: Division) -> Pipelining:
 
     Args:
         pipelining: those of undivided devices.
-        division: the division.
     """
     assert pipelining.undivided is not None
     return dataclasses.replace(
@@ -123,10 +122,8 @@ def lower_divided(
     """The pipeline of the division with the shortest step.
 
     Args:
-        undivided: the devices.
         divisions: all that there are.
         bounds: of the model's step.
-        lower: lowers a division.
     """
     most = max(_MOST_SEGMENTS // bounds.costs.count, 2)
     search = _DivisionSearch(lower, divisions, bounds, most)
@@ -241,11 +238,7 @@ class _DivisionSearch:
         )
 
     def refusal(self, undivided: Undivided) -> Infeasible[str]:
-        """The result where nothing fits.
-
-        Args:
-            undivided: the devices.
-        """
+        """The result where nothing fits."""
         least = min(self._bounds, key=lambda division: (self._bounds[division].bytes, division))
         refused = min(self._refused.values(), key=lambda infeasible: infeasible.minimum, default=None)
         needed = self._bounds[least].bytes

@@ -52,7 +52,6 @@ class Evaluation(Generic[T]):
     """A candidate that was emitted and simulated.
 
     Attributes:
-        candidate: the decisions.
         emitted: the programs, or the pipeline.
         peaks: bytes of each device.
         seconds: modelled, of a step.
@@ -76,7 +75,6 @@ class ScheduleEvaluation(Evaluation[LoweredPipeline]):
     """A candidate whose schedule was simulated.
 
     Attributes:
-        timing: of the schedule.
         emit: emits the same once more, with stage modules of its own. To be simulated, an evaluation takes those of
             others that do the same, in which values have other names. ``None``: it has its own.
     """
@@ -92,8 +90,6 @@ def evaluated(
 
     Args:
         candidate: the decisions that it follows.
-        plan: the pipeline.
-        emit: see :class:`ScheduleEvaluation`.
     """
     timing = plan.predict(plan.pipelining.microbatches)
     return ScheduleEvaluation(
@@ -112,8 +108,6 @@ def timed(evaluation: ScheduleEvaluation, plan: LoweredPipeline, timing: Timing)
 
     Args:
         evaluation: of the other plan.
-        plan: the plan.
-        timing: of its schedule.
     """
     peaks = tuple(timing.peak_bytes)
     return dataclasses.replace(evaluation, emitted=plan, timing=timing, peaks=peaks, seconds=timing.makespan)
@@ -124,7 +118,6 @@ def quickest(evaluations: Iterable[E], limit: int) -> E | None:
     needs least.
 
     Args:
-        evaluations: any.
         limit: bytes of a device.
     """
     within = [evaluation for evaluation in evaluations if evaluation.peak <= limit]

@@ -40,10 +40,9 @@ def with_waits_filled(
     Args:
         best: the quickest attempt so far.
         fitting: those that fit with nothing on the host.
-        attempt: lowers a schedule.
         split: whether gradients of parameters are computed in modules of their own.
         microbatches: into how many a batch is split.
-        limit: bytes per device.
+        limit: bytes that a device may allocate, at any position of its order.
     """
     promising = []
     for start in fitting:

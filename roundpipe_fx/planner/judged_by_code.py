@@ -120,7 +120,7 @@ def least_recomputed(
         count: of schedules, the least recomputation first.
         operations: gives the bytes of the operations of a schedule's programs.
         judge: gives the bytes of a schedule's code.
-        limit: bytes.
+        limit: bytes that the code of a plan may allocate.
         first: the schedule that is judged first.
         judged: bytes of the code of schedules that are known.
 

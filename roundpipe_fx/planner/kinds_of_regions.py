@@ -45,11 +45,9 @@ class Kinds(Generic[E]):
     Args:
         joint: an annotated graph; not changed.
         setting: what else there is to know.
-        space: plans graphs.
 
     Attributes:
         setting: what else there is to know.
-        space: plans graphs.
     """
 
     def __init__(self, joint: JointGraph, setting: Setting, space: Space[E]) -> None:
@@ -152,7 +150,6 @@ class Kinds(Generic[E]):
         """The tiles of regions that are best for a number of bytes and for ever fewer, with seconds.
 
         Args:
-            limit: bytes.
             tiles: of a plan. Loss heads that have tiles of classes there have such.
         """
         heads = [region for region, _ in tiles if region.online]
@@ -205,7 +202,6 @@ class Kinds(Generic[E]):
         """The kind that holds most of what binds; ``None``: none holds any.
 
         Args:
-            unmet: what binds.
             tiles: the kinds that are in tiles. Of kinds with the same operations, these hold them.
             done: kinds that are left out.
             by_class: whether classes of loss heads are among them that are not in tiles of classes.
@@ -294,7 +290,6 @@ def _held(needs: Bottleneck, running: Sequence[fx.Node], kinds: Mapping[Kind, Co
     """Bytes that regions hold of what binds, by kind; the kind of the operation that runs there holds some.
 
     Args:
-        needs: what binds.
         running: the operation, and what it reads.
         kinds: names of what the regions of each kind hold; of a name in several, the first holds it.
     """

@@ -20,8 +20,6 @@ class LinkPrices:
     """Choices of what is saved, by the price of the link.
 
     Args:
-        graph: the operations.
-        chain: of all segments.
         save_options: what its options save.
         runs: of segments whose saved values lie on the same devices.
         first: the attempt that saves everything.

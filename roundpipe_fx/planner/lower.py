@@ -56,7 +56,6 @@ def lower(
 
     Args:
         joint: a captured graph; it is rewritten.
-        options: the user's.
         registered_syncs: operators that the user declared to force a host sync.
         training: whether the graph has a backward.
         share: of the budget that may be used.
@@ -163,7 +162,6 @@ def _setting(
 
     Args:
         joint: a captured graph; it is rewritten.
-        options: the user's.
         registered_syncs: operators that the user declared to force a host sync.
         workspaces: what operators and compiled stages have been seen to allocate for themselves, by name.
         training: whether the graph has a backward.
@@ -232,7 +230,6 @@ def _plan_file(joint: JointGraph, setting: Setting, droppable: frozenset[int]) -
     """File in which the plan of a captured graph is cached; ``None`` if it is planned each time.
 
     Args:
-        joint: the graph.
         setting: what else there is to know.
         droppable: see :func:`lower`. A plan that assumes outputs to be dropped is not one for callers that hold them.
     """
@@ -273,7 +270,6 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
     Args:
         joint: a graph before the first pass that only marks nodes; it is marked.
         setting: what else there is to know.
-        cached: the plan.
 
     Raises:
         ValueError: it does not fit the graph, or what is emitted does not peak where it should.

@@ -76,8 +76,6 @@ def lower_pipeline(
 
     Args:
         joint: a captured graph of one microbatch; it is rewritten.
-        options: the user's.
-        pipelining: the user's.
         registered_syncs: operators that the user declared to force a host sync.
         training: whether the graph has a backward.
         share: of the budget that may be used.
@@ -218,7 +216,6 @@ class _Ways:
     """Functions that lower graphs for schedules.
 
     Attributes:
-        pipelining: the user's.
         like: how the graph of another microbatch of the same step was cut.
         forwards_before_backwards: whether all forwards run before all backwards.
     """
@@ -246,7 +243,6 @@ def _cut_elsewhere(
 
     Args:
         joint: the graph of a microbatch; it is rewritten.
-        specs: of the schedules.
         setting: what lowering knows besides the graph.
         ways: how graphs are lowered.
         budget: bytes or a share; ``None``: a policy decides what is recomputed.
@@ -325,7 +321,6 @@ def _for_schedule(
         joint: the graph of a microbatch; it is rewritten.
         setting: what lowering knows besides the graph.
         ways: how graphs are lowered.
-        spec: of the schedule.
         weight_limit: bytes that an offloaded model's weights may take on a device.
         budget: bytes or a share; ``None``: a policy decides what is recomputed.
         in_pieces: whether stages are in pieces (:mod:`roundpipe_fx.planner.stages_in_pieces`).

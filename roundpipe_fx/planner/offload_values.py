@@ -38,7 +38,6 @@ def may_leave_unasked(attempt: ScheduleEvaluation, pipelining: Pipelining) -> bo
 
     Args:
         attempt: any, with nothing there.
-        pipelining: the user's.
     """
     if pipelining.offloaded:
         return True
@@ -53,8 +52,7 @@ def with_offloads(attempt: ScheduleEvaluation, limit: int) -> ScheduleEvaluation
     """An attempt with as much on the host as brings its devices within a limit; the quickest, or the nearest to it.
 
     Args:
-        attempt: with nothing there.
-        limit: bytes per device.
+        limit: bytes that a device may allocate, at any position of its order.
     """
     # Nothing has to leave.
     if attempt.peak <= limit:
@@ -86,8 +84,7 @@ def quickest_offloaded(
     Args:
         attempt_at: the attempt at a price and within bytes of a device as the chain counts them, with nothing on the
             host. The price is a multiple of the seconds in which the link carries a byte.
-        limit: bytes per device.
-        pipelining: the user's.
+        limit: bytes that a device may allocate, at any position of its order.
         host_budget: bytes of the host; ``None``: no limit.
     """
     attempts: dict[float, ScheduleEvaluation] = {}

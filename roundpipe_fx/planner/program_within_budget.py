@@ -47,10 +47,7 @@ class CutProgram:
     """A graph that is cut into stages, for which plans are made.
 
     Attributes:
-        joint: the graph.
         shared: the same with equal values shared; ``None``: there are none.
-        operations: of the graph.
-        whole: of ``shared``.
         setting: what else there is to know.
     """
 

@@ -17,7 +17,6 @@ def runs_of(timing: Timing, cuts: Sequence[StageCut]) -> list[SegmentRun]:
     """Runs of stages that are bound to the same devices.
 
     Args:
-        timing: of the schedule.
         cuts: the stages of the schedule; if backwards have others than forwards (RoundPipe's dispatch), every device
             runs them all.
     """
@@ -42,9 +41,7 @@ def microbatches_in_flight(timing: Timing, stages: Collection[int] | None, devic
     """The most microbatches that have begun some stages and not yet run their backward, per device.
 
     Args:
-        timing: of the schedule.
         stages: which stages; ``None``: all.
-        devices: that run them.
     """
     begun = np.full(max(timing.schedule.microbatches, 1), np.inf)
     over = np.full(len(begun), -np.inf)

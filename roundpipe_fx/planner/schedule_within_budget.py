@@ -62,7 +62,6 @@ def within_budget(
     Args:
         cut: a graph with stages.
         pipeline: puts a pipeline together.
-        pipelining: the user's.
         split: whether gradients of parameters are computed in modules of their own.
         budget: bytes per device, or a share of the way from the least that can be reached to saving everything.
         stage_inputs: saves what enters stages: saving that alone is always one of the possibilities.
@@ -202,7 +201,6 @@ def _weights(attempt: ScheduleEvaluation, pipelining: Pipelining) -> tuple[int, 
 
     Args:
         attempt: any; all run the same stages on the same devices.
-        pipelining: the user's.
     """
     return max(zip(*attempt.emitted.bytes_between_steps(attempt.timing.schedule), strict=True), key=sum)
 
@@ -281,11 +279,7 @@ class _Attempts:
 
 
 class _Levels:
-    """Attempts by the level of each device.
-
-    Attributes:
-        last: the highest level.
-    """
+    """Attempts by the level of each device."""
 
     def __init__(
         self,
@@ -370,7 +364,6 @@ def refusal(allowed: int, minimum: int, structure: Structure, pipelining: Pipeli
         allowed: bytes a device that were asked for.
         minimum: bytes of the device that needs most, in the pipeline that needs least.
         structure: how the graph was cut.
-        pipelining: the user's.
     """
     text = (
         f"memory_budget of {allowed} bytes ({bytes_text(allowed)}) a device cannot be met: with schedule "

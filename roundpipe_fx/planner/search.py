@@ -55,7 +55,6 @@ def search(
         joint: an annotated graph, which is not cut.
         budget: bytes or a share.
         setting: what else there is to know.
-        space: plans graphs.
         pays: whether tiles may be taken wherever they pay, if the user asked for that.
     """
     kinds = Kinds(joint, setting, space)
@@ -77,7 +76,6 @@ def _tile_where_it_pays(kinds: Kinds[E], tiles: Tiles, met: E, limit: int) -> E:
 
     Args:
         kinds: what can be tiled.
-        tiles: of the plan.
         met: a plan within the budget, which is returned if no other one is shorter.
         limit: bytes of the budget.
     """

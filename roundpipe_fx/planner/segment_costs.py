@@ -65,11 +65,7 @@ class SegmentCosts:
         return len(self.forward_seconds)
 
     def starts(self, stages: int) -> list[int]:
-        """The first segment of each of so many stages: those into which the graph is cut for as many.
-
-        Args:
-            stages: how many.
-        """
+        """The first segment of each of so many stages: those into which the graph is cut for as many."""
         seconds = [sum(both) for both in zip(self.forward_seconds, self.backward_seconds, strict=True)]
         return partition(run_costs(seconds, self.entry_seconds), [*self.entry_bytes], stages)
 

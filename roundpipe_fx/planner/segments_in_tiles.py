@@ -33,7 +33,6 @@ class _Segments:
     """The segments that all copies have.
 
     Attributes:
-        count: how many.
         by_name: of the forward's nodes in the graph without loops.
         by_seq_nr: by autograd's number of the operation.
     """

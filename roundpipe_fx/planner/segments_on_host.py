@@ -82,7 +82,6 @@ def _copied(timing: Timing, costs: StepCosts, innermost: Sequence[int]) -> dict[
     """For each stage from which values may leave, how many microbatches' are copied while the innermost stages run.
 
     Args:
-        timing: of the schedule.
         costs: of its stage actions.
         innermost: stages that run the forward and the backward of the last segment.
     """

@@ -32,8 +32,6 @@ def may_be_in_pieces(setting: Setting, pipelining: Pipelining, spec: ScheduleSpe
 
     Args:
         setting: what lowering knows besides the graph.
-        pipelining: the user's.
-        spec: of the schedule.
     """
     return (
         setting.context.training
@@ -48,11 +46,7 @@ def may_be_in_pieces(setting: Setting, pipelining: Pipelining, spec: ScheduleSpe
 
 
 def pieces_of(cuts: Sequence[StageCut]) -> list[int]:
-    """The first segments of the pieces of some stages, of which each has as many.
-
-    Args:
-        cuts: the stages.
-    """
+    """The first segments of the pieces of some stages, of which each has as many."""
     sizes = [cut.last - cut.first + 1 for cut in cuts]
     count = max(min(min(sizes), _MOST // len(cuts)), 1)
     return [cut.first + piece * size // count for cut, size in zip(cuts, sizes, strict=True) for piece in range(count)]

@@ -94,7 +94,6 @@ class _Stages:
     """A graph that is cut into stages.
 
     Attributes:
-        segments: of each stage.
         forward: seconds of each forward.
         backward: seconds of each backward.
         begins: seconds at which each forward can begin at the earliest.
@@ -115,7 +114,6 @@ class StepBounds:
     """Bounds of the divisions of one model's step.
 
     Attributes:
-        costs: of the segments.
         microbatches: of the whole batch.
         network: the links between devices.
         memory: bytes of a device for a step and, if ``with_weights``, for weights and optimizer state; infinite: no
@@ -142,11 +140,7 @@ class StepBounds:
         self._trained = frozenset(trained)
 
     def of(self, division: Division) -> Bound:
-        """The bound of a division.
-
-        Args:
-            division: the division.
-        """
+        """The bound of a division."""
         if division not in self._known:
             self._known[division] = self._bound(division)
         return self._known[division]
@@ -190,7 +184,6 @@ class StepBounds:
         """Seconds of a step as its schedule is simulated with the costs of segments, everything that can stay gathered.
 
         Args:
-            division: the division.
             estimate: whether results are sent, and recomputed at the least; else it is a bound.
 
         Returns:

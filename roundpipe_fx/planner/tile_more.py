@@ -145,7 +145,6 @@ def _in_more_tiles(
     Args:
         kinds: what can be tiled.
         unmet: what binds without tiles.
-        budget: bytes.
         limit: while one operation needs more bytes, no plan is searched for unless that is so in any tiles.
         quicker: whether a head has tiles of classes where these are quicker than as many of rows.
         by_class: whether tiles of classes are tried where no tiles of rows lower what binds.

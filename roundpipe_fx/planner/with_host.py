@@ -61,7 +61,6 @@ def least_recomputed(
 
     Args:
         plans: at least one, the least recomputation first.
-        evaluate: emits a candidate.
         room: bytes of values that may be on the host.
     """
     tried: list[Evaluation[Lowered]] = []
