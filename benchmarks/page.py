@@ -283,9 +283,10 @@ _PARTS = (
         "published_kernels",
         "Rates of kernels",
         "benchmarks.published_kernels",
-        "The rates that plans for an RTX 4090 assume, beside measured ones that their sources publish. A copy beside "
-        "another one in the opposite direction is as fast as modelled over PCIe 5; on a machine with eight RTX 4090 "
-        "it has half of the modelled rate, and between two of another machine, without the host's memory, 0.83 of it.",
+        "The rates that plans for an RTX 4090 assume, beside measured ones that their sources publish. Products are "
+        "those inside a model, where they are slower than alone. A copy beside another one in the opposite direction "
+        "is modelled with 0.78 of the rate over PCIe 4, and 0.9 over PCIe 5; on a machine with eight RTX 4090 it has "
+        "0.58 of that.",
     ),
     _Part(
         "tiling_offloaded",

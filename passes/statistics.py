@@ -5,7 +5,8 @@ sum of each row, which are handed over instead, it is repeated inside the kernel
 
     y = _log_softmax(x)    →    y = (x - max) - log(sum(exp(x - max)))
 
-The operations are Inductor's own for these operators, so its kernels compute the same numbers.
+The operations are Inductor's own for these operators, so its kernels compute the same numbers. On a GPU they take
+together what the one operation takes: kernels repeat the cheap ones.
 """
 
 from __future__ import annotations
@@ -79,6 +80,11 @@ def _write(node: fx.Node, costs: CostModel) -> None:
             made[step].meta.update({mark: node.meta[mark] for mark in _MARKS if mark in node.meta})
             annotate_node(made[step], costs)
     results = template.output_node().args[0]
+    if costs.launch:
+        last = max(made.values())
+        for step in made:
+            if step.op == "call_function":
+                made[step].meta[Mark.SECONDS] = node.meta[Mark.SECONDS] if made[step] is last else 0.0
     if isinstance(results, fx.Node):
         _replace(node, made[results])
     else:

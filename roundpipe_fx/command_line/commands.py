@@ -130,7 +130,7 @@ def frontier(asked: argparse.Namespace) -> tuple[str, Any]:
         f"{bytes_text(size):>12}  {seconds * 1e3:12.3f} ms{'' if (size, seconds) in untiled else '  in tiles'}"
         for size, seconds in points
     ]
-    return "\n".join(["        peak  recomputation", *rows]), points
+    return "\n".join([f"        peak  recomputation, modelled with the {planned.rates}", *rows]), points
 
 
 def fit(asked: argparse.Namespace) -> tuple[str, Any]:
@@ -148,6 +148,7 @@ def fit(asked: argparse.Namespace) -> tuple[str, Any]:
 
     rows, largest = largest_batch(lambda rows: _planned(asked, named, rows, optimizer=asked.optimizer), note)
     recomputes = f"recomputes {largest.recompute_seconds * 1e3:.3f} of {largest.forward_seconds * 1e3:.3f} modelled ms"
+    recomputes += f" with the {largest.rates}"
     unit = "image" if named.images else "row"
     each = "" if named.images else f" of {asked.sequence} tokens"
     count = f"{rows} {unit}{'' if rows == 1 else 's'}{each}"
@@ -170,6 +171,7 @@ def fit(asked: argparse.Namespace) -> tuple[str, Any]:
         "peak_bytes": largest.peak_bytes,
         "recompute_seconds": largest.recompute_seconds,
         "forward_seconds": largest.forward_seconds,
+        "rates": largest.rates,
     }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from roundpipe_fx.analysis.cost.launches import seconds_together
 from roundpipe_fx.analysis.cost.roofline import Roofline, roofline_of
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.codegen import (
@@ -72,15 +73,17 @@ def emit(
     training = setting.context.training
     setting = setting.knowing(split=split, sums=sums)
     joint = setting.run(joint, PassLevel.PLANNED)
-    seconds: dict[tuple[int, Phase], float] = {}
+    operations: dict[tuple[int, Phase], list[fx.Node]] = {}
     unfilled = Unfilled(full_of(setting))
     recompute_seconds = 0.0
     # Seconds by stage and phase; nodes with an origin are recomputations.
     for node in joint.computed():
         key = node.meta[Mark.STAGE], node.meta[Mark.PHASE]
-        seconds[key] = seconds.get(key, 0.0) + node.meta[Mark.SECONDS]
+        operations.setdefault(key, []).append(node)
         unfilled.add(key, node)
         recompute_seconds += node.meta[Mark.SECONDS] if Mark.ORIGIN in node.meta else 0.0
+    eager = setting.compiler == "eager"
+    seconds = {key: seconds_together(nodes, setting.costs, eager) for key, nodes in operations.items()}
 
     def rewrite(graph: fx.Graph) -> fx.Graph:
         return run_passes(graph, setting.passes, PassLevel.STAGE_MODULE, setting.context)
@@ -95,7 +98,7 @@ def emit(
             granularity = allocation_granularity(setting.device)
             values = may_leave(joint, forward, backward, tangents, device_of(joint).type, granularity)
             if setting.sent:
-                byte_seconds = 1 / roofline_for(setting).host
+                byte_seconds = 1 / setting.costs.host
                 copies = hidden(values, forward, backward, seconds, byte_seconds, setting.sent, setting.room)
             else:
                 copies = wanted(values, forward, backward)

@@ -332,6 +332,10 @@ class ModelMemory:
     device: int
 
 
+CPU_RATES = "table of the CPU"
+"""Rates of a plan for the CPU, which its text does not name."""
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Decisions:
     """All decisions of one compilation: the data of a :class:`roundpipe_fx.Plan`.
@@ -364,6 +368,7 @@ class Decisions:
         model: memory of the device beside the step, where it was planned for one that is not there.
         options: options that differ from their defaults, the device and the stage compiler, as text. They are no
             decisions: plans that were asked for differently may be equal.
+        rates: the table of a device's rates with which seconds are modelled; empty: not known.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -384,6 +389,7 @@ class Decisions:
     pipeline: PlannedPipeline | None = None
     model: ModelMemory | None = None
     options: Mapping[str, str] = field(compare=False, default_factory=dict)
+    rates: str = ""
 
     @property
     def host_bytes(self) -> int:

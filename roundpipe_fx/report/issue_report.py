@@ -81,6 +81,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "dropped bytes": plan.dropped_bytes,
         "modelled seconds, forward": plan.forward_seconds,
         "modelled seconds, recomputed": plan.recompute_seconds,
+        "rates": plan.rates,
         "tiles": [(tiles.type, tiles.tiles) for tiles in plan.tiles],
         "sizes assumed": sorted(plan.assumed.values()),
     }

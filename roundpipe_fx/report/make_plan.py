@@ -20,7 +20,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.allocator_histories import histories_of
 from roundpipe_fx.analysis.caching_allocator import CachingAllocator, History
-from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data, learned_name
+from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data, learned_name, seconds_together
 from roundpipe_fx.analysis.memory_timeline import memory_timeline
 from roundpipe_fx.analysis.outside_loss import output_bytes
 from roundpipe_fx.analysis.program_events import Follow
@@ -28,9 +28,10 @@ from roundpipe_fx.analysis.simulator import peak_of_course, worst_history
 from roundpipe_fx.codegen import Program, StageModule, own_nodes
 from roundpipe_fx.compiler.lowered import Lowered, course_of_programs, trained_inputs
 from roundpipe_fx.compiler.planned_values import ValueCosts, allocating, hoist_reason, planned_tiles, planned_values
+from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.decisions import PlannedStage
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values
-from roundpipe_fx.ir.segment import Segment, StageCut
+from roundpipe_fx.ir.segment import StageCut
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.report.plan_details import EmittedStep, emitted_lines
 from roundpipe_fx.report.plan_options import options_as_text
@@ -47,7 +48,7 @@ def plan_of(lowered: Lowered) -> Plan:
     saved = [node for node in saved_values(joint) if node.op != "placeholder"] if backward is not None else []
     segments, modules = joint.segments, lowered.modules
     return Plan(
-        stages=_planned_stages(joint, segments, joint.cuts, modules, saved),
+        stages=_planned_stages(joint, joint.cuts, modules, saved, setting),
         segments=(len(segments), len({segment.fingerprint for segment in segments})),
         recompute=setting.options.recompute or "none",
         budget=lowered.budget,
@@ -56,6 +57,7 @@ def plan_of(lowered: Lowered) -> Plan:
         assumed=_assumed(lowered),
         sizes=lowered.sizes,
         training=backward is not None,
+        rates=setting.costs.rates,
         modules=tuple(modules.values()),
         on_host=tuple(copy.value for copy in setting.context.host_copies),
         programs=(lowered.forward,) if backward is None else (lowered.forward, backward),
@@ -119,10 +121,10 @@ def _emitted_step(
 
 def _planned_stages(
     joint: JointGraph,
-    segments: Sequence[Segment],
     cuts: Sequence[StageCut],
     modules: Mapping[tuple[int, Phase], StageModule],
     saved: Sequence[fx.Node],
+    setting: Setting,
 ) -> tuple[PlannedStage, ...]:
     """The stages in the order of ``cuts``."""
     by_stage: dict[int, list[fx.Node]] = {cut.index: [] for cut in cuts}
@@ -135,8 +137,8 @@ def _planned_stages(
     same_as = _equal_stages(cuts, modules)
 
     def planned(cut: StageCut) -> PlannedStage:
-        index, entry_bytes = cut.index, segments[cut.first].entry_bytes
-        return _planned_stage(cut, by_stage[index], saved_by_stage[index], costs, entry_bytes, same_as[index])
+        index, entry_bytes = cut.index, joint.segments[cut.first].entry_bytes
+        return _planned_stage(cut, by_stage[index], saved_by_stage[index], costs, entry_bytes, same_as[index], setting)
 
     return tuple(map(planned, cuts))
 
@@ -148,6 +150,7 @@ def _planned_stage(
     costs: ValueCosts,
     entry_bytes: int,
     same_as: int | None,
+    setting: Setting,
 ) -> PlannedStage:
     """Describe one stage for the plan.
 
@@ -156,17 +159,20 @@ def _planned_stage(
         costs: of the graph's values.
         entry_bytes: bytes that enter the stage.
         same_as: an earlier stage with the same modules.
+        setting: what emission knew besides the graph.
     """
+    together = functools.partial(seconds_together, costs=setting.costs, eager=setting.compiler == "eager")
     forward = [node for node in nodes if node.meta[Mark.PHASE] is Phase.FORWARD]
     recomputed = [node for node in nodes if Mark.ORIGIN in node.meta]
     replayed = [node for node in recomputed if Mark.REPLAYED in node.meta]
+    backward = [node for node in nodes if node.meta[Mark.PHASE] is not Phase.FORWARD and Mark.ORIGIN not in node.meta]
     return PlannedStage(
         index=cut.index,
         modules=_modules_text(nodes),
         segments=(cut.first, cut.last),
-        forward_seconds=_seconds(forward),
+        forward_seconds=together(forward),
         recompute_seconds=_seconds(recomputed),
-        backward_seconds=_seconds(nodes) - _seconds(forward) - _seconds(recomputed),
+        backward_seconds=together(backward),
         early_seconds=_seconds(node for node in nodes if node.meta[Mark.PHASE] is Phase.RECOMPUTE),
         entry_bytes=entry_bytes,
         saved=planned_values(costs, (node for node in saved if not hoist_reason(node))),

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
+from collections.abc import Sequence
 
 from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.decisions import OffloadedValue, PlannedMesh, PlannedPipeline
 from roundpipe_fx.ir.joint_graph import Mark, Phase, viewed
 from roundpipe_fx.pipeline.host_memory import host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
+from roundpipe_fx.pipeline.measured_seconds import with_measured
 from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph
 from roundpipe_fx.pipeline.steps import gathered_stages
 from roundpipe_fx.report.make_plan import plan_of
 from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.schedules import Timing, simulate_time, with_transfers
 from roundpipe_fx.schedules.step_costs import device_orders
 
@@ -54,7 +58,20 @@ def plan_of_pipeline(graph: PipelinedGraph) -> Plan:
         pipeline=planned,
         timing=timing,
         measured=graph.measured,
+        read_corrected=functools.partial(_corrected_makespan, pipeline, timing, graph.measured),
     )
+
+
+def _corrected_makespan(
+    pipeline: LoweredPipeline, timing: Timing, measured: Sequence[Sequence[Sequence[Span]]]
+) -> float | None:
+    """The makespan of a schedule with the seconds that its stages took in the latest step, if there was one."""
+    if not measured:
+        return None
+    costs = with_measured(pipeline.main.costs, measured[-1])
+    return simulate_time(
+        timing.schedule, pipeline.main.steps.graph, costs, offloads=timing.offloads, kept=timing.kept
+    ).makespan
 
 
 def _planned_mesh(pipeline: LoweredPipeline, timing: Timing) -> PlannedMesh:

@@ -14,7 +14,7 @@ from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.codegen import Program, StageModule, program_text, stage_text
 from roundpipe_fx.ir.alternative_plans import Alternatives, PlansInTiles, joined
-from roundpipe_fx.ir.decisions import Decisions, tiles_text
+from roundpipe_fx.ir.decisions import CPU_RATES, Decisions, tiles_text
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain_search import search
 from roundpipe_fx.remat.frontier_plans import alternatives_of
@@ -50,6 +50,8 @@ class Plan(Decisions):
         alternatives: of a pipeline, the plans of its frontier; others search for them when :meth:`look_into` asks.
         timing: when each action would run, if pipelined.
         measured: when the actions of the latest step ran, once there was one, for each device.
+        read_corrected: gives a pipeline's makespan with the seconds that its stages took in the latest step; ``None``
+            before one.
         compilation: identity of the compilation; a later plan of the same one takes the place of this one.
     """
 
@@ -62,6 +64,7 @@ class Plan(Decisions):
     alternatives: Alternatives = field(compare=False, default_factory=Alternatives)
     timing: Timing | None = field(compare=False, default=None)
     measured: list[list[list[Span]]] = field(compare=False, default_factory=list)
+    read_corrected: Callable[[], float | None] | None = field(compare=False, default=None)
     compilation: object = field(compare=False, default_factory=object)
 
     def timeline(self) -> Timeline:
@@ -82,6 +85,15 @@ class Plan(Decisions):
             )
         names = {value.number: value.name for value in self.pipeline.offloaded} if self.pipeline is not None else {}
         return Timeline.of(self.timing, self.measured[-1] if self.measured else None, names)
+
+    def corrected_makespan(self) -> float | None:
+        """Seconds of a step of the pipeline with the seconds that its stages took in the latest step, in place of the
+        modelled ones. What remains modelled are waits, and copies to and from the host.
+
+        Returns:
+            the seconds; ``None`` before the first step, and if the model is not pipelined.
+        """
+        return self.read_corrected() if self.read_corrected is not None else None
 
     def sources(self) -> dict[str, str]:
         """Every emitted module as readable Python, by file name; with what calls them: a program, or a schedule.
@@ -356,7 +368,7 @@ class Plan(Decisions):
         Returns:
             the text, with some ten lines a stage.
         """
-        lines = header_lines(self)
+        lines = header_lines(self, self._corrected_shown())
         if self.pipeline is not None and self.pipeline.mesh is not None:
             lines += division_lines(self.pipeline.mesh)
         offloaded = {value.name for value in self.pipeline.offloaded} if self.pipeline is not None else {*self.on_host}
@@ -365,7 +377,11 @@ class Plan(Decisions):
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        return "\n".join(summary_lines(self))
+        return "\n".join(summary_lines(self, self._corrected_shown()))
+
+    def _corrected_shown(self) -> float | None:
+        """The corrected makespan of a GPU's plan: on the CPU, workers share cores, and seconds say little."""
+        return None if self.rates == CPU_RATES else self.corrected_makespan()
 
     def __repr__(self) -> str:
         return f"<{header_lines(self)[0]}; predicted peak {bytes_text(self.peak_bytes)}>"

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.ir.decisions import (
+    CPU_RATES,
     LISTS,
     Decisions,
     ModelMemory,
@@ -28,8 +29,12 @@ _REDUCTIONS = {
 }
 
 
-def header_lines(plan: Decisions) -> list[str]:
-    """The plan as a whole: stages, budget, peak, saved and recomputed values, sizes. At most twelve lines."""
+def header_lines(plan: Decisions, corrected: float | None = None) -> list[str]:
+    """The plan as a whole: stages, budget, peak, saved and recomputed values, sizes. At most thirteen lines.
+
+    Args:
+        corrected: seconds of a step, where stages were measured.
+    """
     kind = "inference"
     if plan.training:
         kind = f"recompute={plan.recompute!r}, training" if plan.budget is None else "training within a budget"
@@ -43,7 +48,7 @@ def header_lines(plan: Decisions) -> list[str]:
     if plan.bucket_bytes:
         lines.append(f"allocated outside of steps, buckets of DistributedDataParallel: {bytes_text(plan.bucket_bytes)}")
     if plan.pipeline is not None:
-        lines += pipeline_lines(plan.pipeline)
+        lines += pipeline_lines(plan.pipeline, corrected)
     what = "predicted peak" if plan.pipeline is None else "of one microbatch alone, predicted peak"
     libraries = f"; libraries keep {bytes_text(plan.library_bytes)} beside it" if plan.library_bytes else ""
     lines.append(
@@ -56,6 +61,8 @@ def header_lines(plan: Decisions) -> list[str]:
             f"saved for the backward: {bytes_text(plan.saved_bytes)}{_on_host(plan)}; recomputed: "
             f"{plan.recompute_seconds * 1e3:.3f} ms modelled (forward {plan.forward_seconds * 1e3:.3f} ms)"
         )
+    if plan.rates not in ("", CPU_RATES):
+        lines.append(f"seconds are modelled with the {plan.rates}")
     if plan.tiles:
         lines.append(f"carried out in tiles, so sums round differently: {tiles_text(plan.tiles)}")
     if plan.dropped_bytes:
@@ -128,15 +135,20 @@ def stage_lines(stage: PlannedStage, training: bool, offloaded: Collection[str] 
     return lines
 
 
-def pipeline_lines(pipeline: PlannedPipeline) -> list[str]:
-    """Describe the pipeline of a step, and its costs."""
+def pipeline_lines(pipeline: PlannedPipeline, corrected: float | None = None) -> list[str]:
+    """Describe the pipeline of a step, and its costs.
+
+    Args:
+        corrected: seconds of a step, where stages were measured.
+    """
+    measured = "" if corrected is None else f" ({corrected * 1e3:.3f} ms with the stages' seconds in the latest step)"
     checkpoint = f", checkpoint={pipeline.checkpoint!r}" if pipeline.checkpoint else ""
     return [
         f"pipelined: {pipeline.microbatches} microbatch{'' if pipeline.microbatches == 1 else 'es'} by schedule "
         f"{pipeline.schedule!r} on {_counted(len(pipeline.devices), 'device')}{checkpoint}; "
         f"{_REDUCTIONS[pipeline.loss_reduction]}",
-        f"a step: {pipeline.makespan * 1e3:.3f} ms modelled, bubble {pipeline.bubble:.1%}; predicted peaks of the "
-        f"devices: {_peaks_text(pipeline.peak_bytes)}",
+        f"a step: {pipeline.makespan * 1e3:.3f} ms modelled{measured}, bubble {pipeline.bubble:.1%}; predicted peaks "
+        f"of the devices: {_peaks_text(pipeline.peak_bytes)}",
         *_host_lines(pipeline),
         *_gather_lines(pipeline),
         *_mesh_lines(pipeline),

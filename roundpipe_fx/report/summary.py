@@ -27,9 +27,12 @@ _REASONS = 2
 _NUMBER = re.compile(r"(?<![^. ])\d+(?![^. ])")
 
 
-def summary_lines(plan: Decisions) -> list[str]:
+def summary_lines(plan: Decisions, corrected: float | None = None) -> list[str]:
     """The lines of the summary: the header; what is alive at the peak; stages; the costliest recomputations; hoisted
     values.
+
+    Args:
+        corrected: seconds of a step, where stages were measured.
 
     Returns:
         at most 40 lines.
@@ -38,7 +41,7 @@ def summary_lines(plan: Decisions) -> list[str]:
     mesh = plan.pipeline.mesh if plan.pipeline is not None else None
     divisions = division_lines(mesh, _ROWS) if mesh is not None else []
     most = _FEWER_ROWS if divisions else _ROWS
-    lines = [*header_lines(plan), *divisions, *_alive(plan, most), *_stages(plan, most)]
+    lines = [*header_lines(plan, corrected), *divisions, *_alive(plan, most), *_stages(plan, most)]
     values = [value for stage in plan.stages for value in stage.recomputed]
     lines += _recomputed(values, most)
     lines += _hoisted([value for stage in plan.stages for value in stage.hoisted])

@@ -163,7 +163,7 @@ def joint(
 
 
 def test_backward_of_attention_is_slower_on_gpus() -> None:
-    """Published kernels attain less there than in the forward: benchmarks/published_kernels.py."""
+    """Published kernels attain less there than in the forward: analysis/cost/device_rates.py."""
 
     class Attention(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -171,8 +171,7 @@ def test_backward_of_attention_is_slower_on_gpus() -> None:
 
     joint = _annotated(Attention(), torch.randn(2, 4, 16, 8, requires_grad=True))
     forward, backward = [node for node in joint.computed() if "attention" in node.name]
-    for name, share in (("cpu", 1.0), ("RTX 4090", 0.7)):
+    for name, expected in (("cpu", [1e11, 1e11]), ("RTX 4090", [0.97 * 165.2e12, 0.68 * 165.2e12])):
         roofline, flops = DEVICES[name], 10**15
         seconds = [roofline.node_seconds(node, flops, 0, torch.bfloat16) for node in (forward, backward)]
-        rates = [flops / (taken - roofline.overhead) for taken in seconds]
-        assert rates == pytest.approx([roofline.flops[torch.bfloat16], share * roofline.flops[torch.bfloat16]])
+        assert [flops / (taken - roofline.overhead) for taken in seconds] == pytest.approx(expected)

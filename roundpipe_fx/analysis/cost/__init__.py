@@ -7,6 +7,8 @@ import dataclasses
 import torch
 
 from roundpipe_fx.analysis.cost.added import annotate_added
+from roundpipe_fx.analysis.cost.calibration import calibrated
+from roundpipe_fx.analysis.cost.launches import launches_of, seconds_together
 from roundpipe_fx.analysis.cost.measured import MeasuredCosts
 from roundpipe_fx.analysis.cost.model import CostModel, annotate_node, tensor_bytes
 from roundpipe_fx.analysis.cost.network import Network
@@ -33,6 +35,7 @@ __all__ = [
     "cost_model",
     "depends_on_data",
     "flops_of",
+    "launches_of",
     "layout_of",
     "learned_name",
     "lies_plainly",
@@ -41,6 +44,7 @@ __all__ = [
     "real_values",
     "results_on_host",
     "roofline_of",
+    "seconds_together",
     "small_values",
     "tensor_bytes",
     "workspaces_of",
@@ -52,11 +56,13 @@ def cost_model(kind: str, device: torch.device, name: str | None = None, network
 
     Args:
         kind: ``"roofline"`` or ``"measured"``.
-        device: the device that the work runs on.
+        device: the device that the work runs on; a CUDA device that is there is calibrated.
         name: name of a device in :data:`DEVICES` to model instead of ``device``.
         network: the links over which collectives of the graph run; ``None``: the usual ones of such devices.
     """
     roofline = roofline_of(device, name)
     if network is not None:
         roofline = dataclasses.replace(roofline, network=network)
+    elif name is None and device.type == "cuda" and torch.cuda.is_available():
+        roofline = calibrated(roofline, device)
     return roofline if kind == "roofline" else MeasuredCosts.load(roofline, device)

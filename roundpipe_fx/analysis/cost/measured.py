@@ -61,8 +61,18 @@ class MeasuredCosts:
 
     @property
     def overhead(self) -> float:
-        """Seconds of launching an operation."""
+        """Seconds of an operation that are independent of its size."""
         return self.roofline.overhead
+
+    @property
+    def launch(self) -> float:
+        """Seconds in which the host launches an operation while the device works."""
+        return self.roofline.launch
+
+    @property
+    def rates(self) -> str:
+        """The table that the other seconds are from."""
+        return f"operations measured one by one; {self.roofline.rates}"
 
     @property
     def host(self) -> float:

@@ -20,7 +20,15 @@ class CostModel(Protocol):
 
     @property
     def overhead(self) -> float:
-        """Seconds of launching an operation, independent of its size."""
+        """Seconds of an operation that are independent of its size."""
+
+    @property
+    def launch(self) -> float:
+        """Seconds in which the host launches an operation while the device works; 0 if it runs where it is called."""
+
+    @property
+    def rates(self) -> str:
+        """The table that the seconds are from."""
 
     @property
     def host(self) -> float:

@@ -9,7 +9,7 @@ the CPU's generator draws sequentially, whatever the number of threads (measured
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from roundpipe_fx import torch_private
+from roundpipe_fx.analysis.cost.device_rates import ARCHITECTURES, Peaks, Shares
 from roundpipe_fx.analysis.cost.network import Network, collective_seconds, usual_network
 from roundpipe_fx.ir.collectives import is_collective
+from roundpipe_fx.ir.decisions import CPU_RATES
 from roundpipe_fx.ir.joint_graph import has_tag
 from roundpipe_fx.operators.gradient_sums import add_product_to
 from roundpipe_fx.torch_private import tree_leaves, tree_map
@@ -28,20 +30,31 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """The limits of a device.
+    """The rates that a device attains.
+
+    A GPU runs a queue of kernels, which the host fills meanwhile: launches take time only where the queue is empty. So
+    they are no part of an operation's seconds, but the least that many operations take together::
+
+        host     launch launch launch launch launch ┄
+        device          [  product   ] [add] [ product ]   the longer row is how long a stage takes
 
     Attributes:
         name: name of the device.
-        flops: attainable floating-point operations per second, by dtype; other dtypes count as ``torch.float32``.
-        bandwidth: memory bandwidth in bytes per second.
+        flops: attained floating-point operations per second, by dtype; other dtypes count as ``torch.float32``.
+        bandwidth: attained bytes per second of the device's memory.
         link: bytes per second from this device to another one.
-        host: bytes per second between this device and the host, in each direction.
-        overhead: seconds of launching an operation, independent of its size.
+        host: bytes per second between this device and the host, in one direction at a time.
+        both_ways: share of ``host`` that each direction has while both are busy.
+        overhead: seconds that an operation takes on the device, independent of its size; on the CPU with its launch.
         network: the usual links between such devices, of one node or many.
+        rates: the table that the rates are from, for those who read modelled seconds.
         memory: bytes of memory of the device; 0 if it is not fixed.
         draw: seconds of drawing a random number, in addition to writing it.
         full: number of elements of a result from which on a kernel keeps the whole device busy.
-        attention_backward: share of ``flops`` that the backward of an attention kernel attains.
+        launch: seconds in which the host launches an operation while the device works on earlier ones; 0 if operations
+            run where they are called.
+        attention_forward: operations per second of attention kernels, by dtype; where absent those of products.
+        attention_backward: likewise, of their backward.
     """
 
     name: str
@@ -51,11 +64,15 @@ class Roofline:
     host: float
     overhead: float
     network: Network
+    rates: str
     memory: int = 0
     draw: float = 0.0
     full: int = 1 << 15
     """ATen's grain size: with fewer elements a kernel runs on one thread of the CPU (``ATen/Parallel.h``)."""
-    attention_backward: float = 1.0
+    launch: float = 0.0
+    both_ways: float = 1.0
+    attention_forward: Mapping[torch.dtype, float] = field(default_factory=dict, hash=False)
+    attention_backward: Mapping[torch.dtype, float] = field(default_factory=dict, hash=False)
 
     def node_seconds(self, node: fx.Node, flops: int, traffic: int, dtype: torch.dtype) -> float:
         """Modelled seconds of a node's operation."""
@@ -63,9 +80,15 @@ class Roofline:
             sent = collective_seconds(node, self.network)
             if sent is not None:
                 return sent
+        packet = getattr(node.target, "overloadpacket", None)
+        for attention, rates in ((_ATTENTION, self.attention_forward), (_ATTENTION_BACKWARDS, self.attention_backward)):
+            if packet in attention and dtype in rates:
+                flops = round(flops * self.flops[dtype] / rates[dtype])
+        if self.launch and packet in _UNREAD:
+            operand = node.args[_UNREAD[packet]]
+            traffic -= _bytes_of(operand) if isinstance(operand, fx.Node) else 0
+            traffic += _bytes_of(node) if packet in _ROWS_READ else 0
         operators = [node.target, *(argument for argument in node.args if isinstance(argument, torch._ops.OpOverload))]
-        if getattr(node.target, "overloadpacket", None) in _ATTENTION_BACKWARDS:
-            flops = round(flops / self.attention_backward)
         return self.seconds(flops, traffic, dtype, numbers_drawn(operators[-1], node.meta.get("val")))
 
     def seconds(self, flops: int, traffic: int, dtype: torch.dtype = torch.float32, draws: int = 0) -> float:
@@ -78,6 +101,14 @@ class Roofline:
         return size / self.link
 
 
+_ATTENTION = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_cudnn_attention,
+    }
+)
 _ATTENTION_BACKWARDS = frozenset(
     {
         aten._scaled_dot_product_flash_attention_backward,
@@ -86,74 +117,102 @@ _ATTENTION_BACKWARDS = frozenset(
         aten._scaled_dot_product_cudnn_attention_backward,
     }
 )
-_ATTENTION_BACKWARD = 0.7
-"""Between what is published for kernels without a mask and with a causal one (``benchmarks/published_kernels.py``)."""
+_ROWS_READ = frozenset({aten.embedding, aten.gather, aten.index_select})
+"""Operators that read as much of an operand as they write."""
+_UNREAD = {**dict.fromkeys(_ROWS_READ, 0), aten.nll_loss_forward: 0, aten.nll_loss_backward: 1}
+"""Operators that do not read an operand but for what indices name, and its position. The CPU's plans count all of it,
+as they always did."""
 
 _RESIDENT_ELEMENTS = 1 << 20
 """About a hundred multiprocessors with 2,048 threads, each of which computes some four elements."""
 
 
-_PCIE = 32e9
-_SHARED = 12.5e9 / 8
+def _bytes_of(node: fx.Node) -> int:
+    values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+    return sum(int(_shape(value).numel()) * value.dtype.itemsize for value in values)
 
 
-def _gpu(
-    name: str, fp32: float, half: float, bandwidth: float, link: float, host: float, gib: int, between: float
-) -> Roofline:
-    rates = {torch.float32: fp32, torch.float16: half, torch.bfloat16: half, torch.float64: fp32 / 2}
+def _gpu(name: str, peaks: Peaks, shares: Shares, tf32: bool, half_sums: bool) -> Roofline:
+    """A GPU's roofline.
+
+    Args:
+        tf32: whether operands of products in float32 are rounded to TF32.
+        half_sums: whether products in float16 sum in float16.
+    """
+    half, single = shares.products.value, shares.float32_products.value
+    attained = {
+        torch.float32: single * (peaks.tf32 if tf32 else peaks.float32),
+        torch.float16: half * (peaks.half_sums if half_sums else peaks.half),
+        torch.bfloat16: half * peaks.half,
+        torch.float64: single * peaks.float64,
+    }
+    settings = [text for text, used in (("TF32", tf32), ("sums in float16", half_sums)) if used]
+    halves = torch.float16, torch.bfloat16
     return Roofline(
         name=name,
-        flops=rates,
-        bandwidth=bandwidth,
-        link=link,
-        host=host,
-        overhead=4e-6,
-        network=usual_network(link, link > _PCIE, between),
-        memory=gib * 2**30,
+        flops=attained,
+        bandwidth=shares.memory.value * peaks.memory,
+        link=peaks.link,
+        host=shares.host.value * peaks.host,
+        overhead=shares.kernel_seconds.value,
+        network=usual_network(peaks.link, peaks.link > _PCIE, peaks.between),
+        rates=", ".join([f"table of the {name}", *settings]),
+        memory=peaks.gib * 2**30,
         full=_RESIDENT_ELEMENTS,
-        attention_backward=_ATTENTION_BACKWARD,
+        launch=shares.launch_seconds.value,
+        both_ways=shares.host_both_ways.value,
+        attention_forward=dict.fromkeys(halves, shares.attention_forward.value * peaks.half),
+        attention_backward=dict.fromkeys(halves, shares.attention_backward.value * peaks.half),
     )
 
 
-# Vendors' dense peak figures, rounded; links are PCIe or NVLink per direction. To the host 25 of
-# the 32 GB/s of PCIe 4, and 50 of the 64 GB/s of PCIe 5, are taken to be attained. Eight devices are a node: DGX A100
-# and DGX H100 or H200 have a network adapter for each device, of 200 and 400 Gb/s (NVIDIA's data sheets); where devices
-# have no NVLink, one of 100 Gb/s that eight share is assumed.
+_PCIE = 32e9
+_CPU = Roofline(
+    name="CPU",
+    flops={torch.float32: 1e11, torch.float64: 5e10, torch.bfloat16: 1e11},
+    bandwidth=2e10,
+    link=2e10,
+    host=2e10,
+    overhead=2e-6,
+    network=usual_network(2e10, False, 12.5e9 / 8),
+    rates=CPU_RATES,
+    draw=5e-9,
+)
 DEVICES: Mapping[str, Roofline] = {
-    "cpu": Roofline(
-        name="CPU",
-        flops={torch.float32: 1e11, torch.float64: 5e10, torch.bfloat16: 1e11},
-        bandwidth=2e10,
-        link=2e10,
-        host=2e10,
-        overhead=2e-6,
-        network=usual_network(2e10, False, _SHARED),
-        draw=5e-9,
-    ),
-    "A100": _gpu("A100", 19.5e12, 312e12, 2.0e12, 300e9, 25e9, 80, 25e9),
-    "H100": _gpu("H100", 67e12, 989e12, 3.35e12, 450e9, 50e9, 80, 50e9),
-    "H200": _gpu("H200", 67e12, 989e12, 4.8e12, 450e9, 50e9, 141, 50e9),
-    "L40S": _gpu("L40S", 91e12, 362e12, 0.864e12, _PCIE, 25e9, 48, _SHARED),
-    "RTX 3090": _gpu("RTX 3090", 35.6e12, 71e12, 0.936e12, _PCIE, 25e9, 24, _SHARED),
-    "RTX 4090": _gpu("RTX 4090", 82.6e12, 165e12, 1.008e12, _PCIE, 25e9, 24, _SHARED),
+    "cpu": _CPU,
+    **{name: _gpu(name, *known, tf32=False, half_sums=False) for name, known in ARCHITECTURES.items()},
 }
 
 
 def roofline_of(device: torch.device, name: str | None = None) -> Roofline:
     """The roofline of a device: by its reported name if that is in the table, else a typical one.
 
+    Products are those of PyTorch's settings: ``torch.backends.cuda.matmul.fp32_precision`` and
+    ``torch.backends.cuda.matmul.allow_fp16_accumulation``.
+
     Args:
         device: the device.
         name: name of a device in the table to model instead of ``device``.
     """
-    if name is not None:
-        return DEVICES[name]
+    if name is None:
+        name = _name_of(device)
+    roofline = DEVICES[name]
+    matmul = torch.backends.cuda.matmul
+    tf32, half_sums = matmul.fp32_precision == "tf32", matmul.allow_fp16_accumulation
+    if name in ARCHITECTURES and (tf32 or half_sums):
+        other = _gpu(name, *ARCHITECTURES[name], tf32=tf32, half_sums=half_sums)
+        return replace(roofline, flops=other.flops, rates=other.rates)
+    return roofline
+
+
+def _name_of(device: torch.device) -> str:
+    """Name in the table of a device, or of one that it is taken to be like."""
     if device.type == "cuda" and torch.cuda.is_available():
         reported = torch.cuda.get_device_name(device)
-        for name, roofline in DEVICES.items():
+        for name in ARCHITECTURES:
             if name in reported:
-                return roofline
-    return DEVICES["cpu"] if device.type in ("cpu", "meta") else DEVICES["A100"]
+                return name
+    return "cpu" if device.type in ("cpu", "meta") else "A100"
 
 
 # What PyTorch's flop counter does not know, with what takes the same arguments: the CPU's attention, sums of products.

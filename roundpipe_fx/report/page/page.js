@@ -22,7 +22,7 @@ function headerOf(data) {
     [plan.pipeline ? "peak of a device" : "peak of a step", bytesText(data.peak), plan.budget === null ? "" : `${shareText(data.peak, plan.budget)} of ${bytesText(plan.budget)}`],
     plan.training ? ["saved for the backward", bytesText(data.savedBytes), ""] : null,
     plan.training ? ["recomputed, modelled", millisecondsText(data.recomputeSeconds), `${shareText(data.recomputeSeconds, data.forwardSeconds)} of the forward`] : null,
-    ["forward, modelled", millisecondsText(data.forwardSeconds), ""],
+    ["forward, modelled", millisecondsText(data.forwardSeconds), plan.rates],
   ].filter(Boolean);
   return [
     element("div", { class: "title" }, element("h1", {}, data.name), element("p", {}, notes.join("; "))),
