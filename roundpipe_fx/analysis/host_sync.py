@@ -57,8 +57,10 @@ def why_host_sync(
     Returns:
         the reason in a few words; ``None`` if the operation may be repeated.
     """
+    # Both forms are accepted: one overload (``torch.ops.my.route.default``), or an operator with all of its overloads.
     if operator in registered or operator.overloadpacket in registered:
         return "registered by the user"
+    # Asked before the tags: `index` has the tag ``dynamic_output_shape`` because of masks alone.
     if operator in _BY_INDEX:
         return "its size depends on data" if any(map(_is_mask, args[1])) else None
     if has_tag(operator, torch.Tag.data_dependent_output):
@@ -76,12 +78,14 @@ def _is_mask(index: Any) -> bool:
 
 
 def _copies_to_host(operands: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> bool:
+    # All results must be on the host: an operation with results on both is a computation of the device.
     kinds = {value.device.type for value in results}
     return kinds == {"cpu"} and any(value.device.type not in ("cpu", "meta") for value in operands)
 
 
 @functools.cache
 def _selects(operator: torch._ops.OpOverload) -> bool:
+    # Pooling returns its indices without a name, so it is no selection.
     named = any(result.name == "indices" for result in operator._schema.returns)
     return named or operator.overloadpacket in _SELECTING
 

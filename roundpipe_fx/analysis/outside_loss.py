@@ -48,14 +48,18 @@ def expect_loss(joint: JointGraph, autocast: Collection[str], observed_tangents:
     inputs = [value for node in joint.primals if node not in joint.parameters for value in tensor_values(node)]
     # A model that computes its own cross-entropy returns other outputs for a different kind of loss.
     words = bool(inputs) and not observed_tangents and not any(value.is_floating_point() for value in inputs)
+    # A value that is returned as itself has its own gradient; only views of it multiply.
     times = _times_of_views(joint)
     for node in joint.tangents:
         if node.name in observed_tangents:
             node.meta[Mark.OBSERVED_TANGENT] = True
         for value in tensor_values(node):
+            # float32 losses of bfloat16 outputs under autocast: 4 / 2 = 2 times the bytes.
             wider = max(4 // value.dtype.itemsize, 1) if value.device.type in autocast else 1
             most, lasting = _CROSS_ENTROPY if words else _SQUARED_ERROR
             larger = times.get(node, 0)
+            # The factor applies to the loss's intermediate results, and the views' own gradients are allocated once
+            # more: `times * larger + larger`.
             most, lasting = (most * larger + larger, lasting * larger) if larger else (most, lasting)
             node.meta[Mark.LOSS_TIMES] = wider * most, wider * lasting
     return joint
@@ -71,6 +75,7 @@ def _times_of_views(joint: JointGraph) -> dict[fx.Node, int]:
         size = sum(dense_bytes(tensor) for tensor in tensor_values(value))
         of_views = sum(dense_bytes(tensor) for view in views for tensor in tensor_values(view))
         if of_views > size > 0:
+            # Rounded up: views of two and a half times the value's bytes count as three times.
             times[node] = -(-of_views // size)
     return times
 
@@ -108,6 +113,7 @@ def returned_view_bytes(joint: JointGraph, granularity: int = 1) -> int:
     total = 0
     for position, node in enumerate(joint.forward_outputs):
         if isinstance(node, fx.Node) and position not in joint.updates and viewed(node) in inputs:
+            # Twice: the gradient that autograd computes for the view, and the sum of both.
             total += 2 * _rounded(tensor_bytes(tensor_values(viewed(node))), granularity)
     return total
 
@@ -121,10 +127,12 @@ def _bytes(tangents: Collection[fx.Node], granularity: int, which: int) -> int:
         for value in tensor_values(node)
         for _ in range(node.meta.get(Mark.LOSS_TIMES, _SQUARED_ERROR)[which])
     ]
+    # Two numbers: the loss, and the number of labels.
     return sum(_rounded(size, granularity) for size in (*sizes, _NUMBER, _NUMBER))
 
 
 def _is_outside(tangents: Collection[fx.Node]) -> bool:
+    # A single scalar is the model's own loss, and nothing is computed outside.
     numbers = sum(value.dim() == 0 for node in tangents for value in tensor_values(node))
     is_observed = any(Mark.OBSERVED_TANGENT in node.meta for node in tangents)
     return bool(tangents) and (numbers != 1 or is_observed)

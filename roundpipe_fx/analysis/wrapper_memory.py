@@ -58,17 +58,21 @@ def follow_wrapper(
         Exception: whatever the code raises where it needs numbers that fake tensors do not have.
     """
     events = _StorageEvents(workspaces)
+    # Fake tensors have sizes and storages, and no memory: a wrapper of 80 GB is followed on a laptop.
     with fake_mode():
         arguments: list[Any] = []
         for value, leaves in zip(inputs, storages, strict=True):
             if not isinstance(value, Layout):
                 arguments.append(value)
                 continue
+            # Inputs get the numbers of the graph's own storages, so that what the wrapper frees is found in the
+            # caller's count.
             arguments.append(torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device))
             events.comes_in(arguments[-1], leaves[0])
         function = _loaded(code)
         with events:
             returned = function(arguments)
+            # What died after the last call is only seen here.
             events.poll()
             leaves_of = [[events.number(value)] if isinstance(value, torch.Tensor) else [] for value in returned]
     return FollowedModule(events.operations, events.sizes, leaves_of)
@@ -81,10 +85,12 @@ class _StorageEvents(TorchDispatchMode):
 
     def __init__(self, workspaces: Mapping[str, int]) -> None:
         super().__init__()
+        # An event before the first call: inputs that are freed at once die with it.
         self.operations = [FollowedOperation(-1, [], [], 0)]
         self.sizes: list[int] = []
         self._workspaces = workspaces
         self._incoming = 0
+        # Weak references: the wrapper alone decides how long a buffer lives.
         self._alive: dict[int, tuple[StorageReference, int]] = {}
 
     def comes_in(self, value: torch.Tensor, number: int) -> None:
@@ -96,6 +102,8 @@ class _StorageEvents(TorchDispatchMode):
         return self._alive[value.untyped_storage()._cdata][1]
 
     def poll(self) -> None:
+        # Each death belongs to the operation before it. ``del arg0_1`` after ``cpp_fused_0`` frees with the kernel that
+        # read it last.
         for key, (reference, number) in list(self._alive.items()):
             if reference.expired():
                 del self._alive[key]
@@ -110,6 +118,7 @@ class _StorageEvents(TorchDispatchMode):
             if not isinstance(value, torch.Tensor):
                 continue
             storage = value.untyped_storage()
+            # A storage that is known is a view, or an output that was passed in; only new ones are allocations.
             if storage._cdata not in self._alive:
                 number = self._incoming + len(self.sizes)
                 self.sizes.append(storage.nbytes())
@@ -118,6 +127,8 @@ class _StorageEvents(TorchDispatchMode):
         name = func.name()
         workspace = 0
         if name in self._workspaces:
+            # Two calls of one operator may have different workspaces (two matrix products of different sizes); without
+            # one of this signature the operator's largest counts.
             workspace = self._workspaces.get(call_signature(name, args), self._workspaces[name])
         if made or workspace:
             self.operations.append(FollowedOperation(-1, [], made, workspace))
@@ -138,11 +149,15 @@ def _size_of(argument: Any) -> Any:
 def _loaded(code: str) -> Callable[[list[Any]], Sequence[Any]]:
     """The function ``call`` of a wrapper's code, whose kernels do nothing."""
     tree = ast.parse(code)
+    # The import would replace `_Kernels` by the class that compiles kernels, and the `if` at the end benchmarks the
+    # module.
     tree.body = [line for line in tree.body if not (isinstance(line, ast.ImportFrom) and line.module == _COMPILER)]
     tree.body = [line for line in tree.body if not isinstance(line, ast.If)]
     names: dict[str, Any] = {"AsyncCompile": _Kernels, "__name__": "wrapper"}
     exec(compile(tree, "wrapper", "exec"), names)
     for name in [*names]:
+        # Allocators of devices that this machine lacks (``empty_strided_cuda``) are replaced, too: fake tensors need
+        # none.
         if name.startswith(_ALLOCATES):
             names[name] = _allocating(name.removeprefix(_ALLOCATES).partition("_")[0])
     names |= {"assert_size_stride": _nothing, "assert_alignment": _nothing, "reinterpret_tensor": _reinterpreted}

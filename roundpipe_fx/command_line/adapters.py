@@ -37,6 +37,7 @@ def parse_lora(text: str) -> Lora:
         ValueError: it cannot be understood.
     """
     values: dict[str, str] = {}
+    # ``r=16,alpha=32,targets=q_proj+v_proj``: a plus joins names, since commas part the options.
     for part in text.split(","):
         key, separator, value = part.partition("=")
         if key not in ("r", "alpha", "dropout", "targets") or not separator or not value or key in values:
@@ -71,10 +72,12 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
     except ImportError as error:
         raise CommandError("--lora needs PEFT: pip install peft") from error
     targets: Any = list(lora.targets) if isinstance(lora.targets, tuple) else lora.targets
+    # PEFT's own default for `alpha` is 8, whatever the rank; here the scale is 1 unless it is given.
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha or lora.rank, lora_dropout=lora.dropout, target_modules=targets
     )
     try:
+        # Factors are made where the model is, on the meta device: nothing is allocated or drawn.
         with torch.device("meta"):
             adapted = peft.get_peft_model(model, config)
     except ValueError as error:

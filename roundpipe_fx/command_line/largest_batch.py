@@ -48,6 +48,7 @@ def largest_batch(
     """
     first = planned(1)
     note(1, first)
+    # The line begins at one row; without a budget of its own the first plan's peak stands for it.
     search = _BatchSearch(best=(1, first), budget=first.budget or first.peak_bytes, needs=[(1, first.peak_bytes)])
     while (rows := search.next_rows()) is not None:
         try:
@@ -86,18 +87,25 @@ class _BatchSearch:
         rows, left = self.best[0], self.over - self.best[0]
         if left <= 1:
             return None
+        # Nothing was refused yet. The first jump goes to `_AHEAD` times the rows that the budget would hold in
+        # proportion, so that it is refused, and a refusal gives the second point of the line; otherwise rows are
+        # multiplied by four.
         if self.over > _MOST:
             return min(_MOST, max(4 * rows, _AHEAD * self.budget // max(self.needs[0][1], 1) if rows == 1 else 0))
         self.probes += 1
+        # The estimate is trusted while it halves the interval within `_PATIENCE` probes; otherwise the next probe
+        # halves it, so that the search ends after at most log2 steps of that kind.
         if 2 * left <= self.width:
             self.width, self.probes = left, 0
         if self.probes > _PATIENCE:
             return rows + left // 2
         (first, first_bytes), (last, last_bytes) = self.needs
+        # Bytes of a further row, by the line through both probes; a flat line says nothing about where the budget is.
         growth = (last_bytes - first_bytes) / (last - first)
         fit = int(last - (last_bytes - self.budget) / growth) if growth > 0 else 0
         # More rows fit than was estimated: how many more is not known, unless both ends of the line were refused.
         further = rows + (1 if first > rows else max(1, rows // 16))
+        # Below the fewest rows that were refused: each probe shrinks the interval by at least one row.
         return min(fit if fit > rows else further, self.over - 1)
 
     def fits(self, rows: int, plan: Plan) -> None:
@@ -106,4 +114,5 @@ class _BatchSearch:
 
     def refused(self, rows: int, needed: int) -> None:
         """Record that a number of rows has none, and the bytes that it needs at the least."""
+        # The last two refusals are the ends of the next line: near the limit they say more than one row does.
         self.over, self.needs = rows, [self.needs[-1], (rows, needed)]

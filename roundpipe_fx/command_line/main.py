@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(error, 2)
     except Exception as error:  # mostly the model's own, as it runs
         _LOGGER.debug("The command failed:", exc_info=True)
+        # The innermost frame, nearly always in the model's code, says where to look.
         *_, frame = traceback.extract_tb(error.__traceback__)
         where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
         message = f"{type(error).__name__}: {error} ({where}); TORCH_LOGS=+roundpipe_fx prints the traceback"
@@ -52,12 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(json.dumps(data, indent=1, default=dict) if asked.json else text, flush=True)
     except BrokenPipeError:  # the reader has seen enough
+        # The rest of the buffer is written when Python exits, and would raise once more: it goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def _failed(error: Exception | str, code: int) -> int:
     text = str(error)
+    # ``strerror`` alone: the text of an OSError begins with "[Errno 2]".
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
     print(f"roundpipe-fx: {' '.join(text.split())}", file=sys.stderr)
@@ -176,6 +179,7 @@ def _mesh(text: str) -> int | tuple[int, ...]:
 
 
 def _budget(text: str) -> int | float | str:
+    # In this order: "1" is one byte, "1.0" and "0.8" are shares, and "6GiB" is parsed with the other options.
     for kind in (int, float):
         try:
             return kind(text)

@@ -73,6 +73,7 @@ def _of_function(module: str, function: str) -> Named:
         raise CommandError(f"{module}:{function}: the module has no {function!r}") from error
     with torch.device("meta"):
         made = make()
+    # A pair has a function for inputs; a Transformers model alone gets those that its configuration describes.
     model, make_batch = made if isinstance(made, tuple) else (made, None)
     if not isinstance(model, nn.Module):
         raise CommandError(f"{module}:{function} returns {type(model).__name__}: it must return a module, or a pair")
@@ -96,6 +97,7 @@ def _of_configuration(name: str) -> Named:
         import transformers
     except ImportError as error:
         raise CommandError(f"{name}: a configuration needs transformers: pip install transformers") from error
+    # Without this, Transformers would look "./folder" up on the hub and say that the name is not valid.
     if name.startswith((".", os.sep)) and not os.path.isdir(name):
         raise CommandError(f"{name}: there is no such folder")
     try:
@@ -111,8 +113,10 @@ def _of_configuration(name: str) -> Named:
         raise CommandError(
             f"{name}: its configuration names no architecture of transformers {transformers.__version__}"
         )
+    # A cache of keys and values is for generation; in training it would be one more output.
     config.use_cache = False
     with torch.device("meta"):
+        # ``_from_config`` and not the class itself: it sets the dtype and the attention that the configuration names.
         model = kind._from_config(config, dtype=getattr(config, "dtype", None) or torch.float32)
     make_batch = functools.partial(_on_meta, functools.partial(_batch, model))
     return Named(model=model.train(), make_batch=make_batch, images=model.main_input_name == "pixel_values")
@@ -126,6 +130,7 @@ def _batch(model: Any, rows: int, length: int) -> dict[str, Any]:
     if "labels" not in inspect.signature(model.forward).parameters:
         raise CommandError(f"{type(model).__name__} takes no labels, so it has no loss: use module:function")
     if inputs == "pixel_values":
+        # Configurations of models with two towers have the image's sizes one level below.
         image = getattr(config, "vision_config", config)
         if not hasattr(image, "image_size"):
             raise CommandError(f"the configuration of {type(model).__name__} says no image_size: use module:function")

@@ -30,6 +30,7 @@ def _dequantize(integers: torch.Tensor, scales: torch.Tensor, rows: int, dtype: 
 
 @_dequantize.register_fake
 def _(integers: torch.Tensor, scales: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    # Two weights of four bits lie in each byte (``uint8``).
     weights = integers.numel() * (2 if integers.dtype is torch.uint8 else 1)
     return integers.new_empty(rows, weights // rows, dtype=dtype)
 
@@ -39,6 +40,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, integers: torch.Tensor, scales: torch.Tensor, rows: int) -> torch.Tensor:
+        # Integers are saved, 4 or 8 bits a weight, and not the numbers made of them, 16 bits: that is the point of
+        # these layers.
         ctx.save_for_backward(integers, scales)
         ctx.rows = rows
         return F.linear(x, _dequantize(integers, scales, rows, x.dtype))
@@ -46,6 +49,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (gradient,) = gradients
+        # Only the input has a gradient: weights are frozen, and ``dx = dy W`` needs them once more.
         return gradient @ _dequantize(*ctx.saved_tensors, ctx.rows, gradient.dtype), None, None, None
 
 
@@ -60,6 +64,7 @@ class QuantizedLinear(nn.Linear):
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         weights, dtype = layer.weight.numel(), layer.weight.dtype
         if kind == "nf4":
+            # Like bitsandbytes: one column of bytes, two weights in each, the last byte half empty for an odd number.
             integers = torch.empty(-(-weights // 2), 1, dtype=torch.uint8, device="meta")
             scales = torch.empty(-(-weights // _BLOCK), dtype=torch.float32, device="meta")
         else:
@@ -85,10 +90,12 @@ def quantize(model: nn.Module, kind: str) -> int:
     Returns:
         how many layers that are.
     """
+    # The head stays as it is, as both libraries leave it: its rounding would show in the logits directly.
     of_head: Callable[[], nn.Module | None] = getattr(model, "get_output_embeddings", lambda: None)
     head = of_head()
     layers = {
         name: layer
+        # Duplicates too: a layer under two names is replaced under both, by one new layer.
         for name, layer in model.named_modules(remove_duplicate=False)
         if type(layer) is nn.Linear and layer is not head
     }

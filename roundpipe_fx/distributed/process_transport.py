@@ -38,9 +38,12 @@ from roundpipe_fx.runtime.stage_collectives import Collective, begin_stage, star
 from roundpipe_fx.runtime.worker import Stopped
 from roundpipe_fx.schedules import StageAction
 
+# Channels (process groups of their own) keep apart what could overtake each other: a body may be sent with NCCL from
+# the GPU while integers of the next parcel travel with gloo from the CPU.
 _TENSORS, _INTEGERS, _GENERATORS = 0, 1, 2
 """Channels: tensors, the integers that travel before them, and states of generators."""
 
+# Seconds. A look at the store costs a round trip to the rank that keeps it, so not every action makes one.
 _LOOK = 0.2
 """Seconds between two looks at whether another rank has failed."""
 
@@ -88,6 +91,8 @@ class ProcessTransport:
     ) -> None:
         self._group, self._transfers, self._end, self._collectives = group, transfers, end, collectives
         together = self._together = end.ranks
+        # Reports of an earlier run must not stop this one, and the store is never emptied: each run has a number of its
+        # own.
         self._run = together.next_run()
         self._streams = streams
         self._lag = 1 if overlap else 0
@@ -95,10 +100,16 @@ class ProcessTransport:
         self._averaging: Averaging | None = None
         self.gathering: Gathering | None = None
         self._arriving: dict[tuple[StageAction, int], _Arriving] = {}
+        # Per sender, in the order of starting: receives whose bodies have not been started. A pair of ranks matches
+        # operations of a channel by order alone, so bodies are started in the order of parcels even where a later one's
+        # sizes are known first.
         self._unsized: dict[int, deque[_Arriving]] = {}
         """By sender, in order, parcels whose tensors are not being received yet."""
         self._leaving: deque[tuple[int, list[Any]]] = deque()
+        # What was sent to ranks to which values of unknown size travel. Such a rank starts to receive a body once it
+        # asks for it, so ``wait`` could block until then, and that rank may be waiting for this one's next sends.
         self._late: list[Any] = []
+        # `_sent`: the sends of the action at `_position` were started, so that a failure does not start them once more.
         self._position, self._sent = -1, True
         self._looked = time.monotonic()
         self._stopped, self._follows = False, False
@@ -112,6 +123,8 @@ class ProcessTransport:
 
     def before(self, device: int, position: int) -> None:
         """Start receives, and wait for what was sent earlier."""
+        # Another rank's failure shows in the store first. Without this look its zeros would be computed with until the
+        # end.
         if time.monotonic() - self._looked > _LOOK:
             self._looked = time.monotonic()
             if self._together.reported(self._run) is not None:
@@ -129,6 +142,8 @@ class ProcessTransport:
         # First receives are started: other ranks may wait for them before they start those that this one waits for.
         for parcel in () if whole else self._transfers.starts[position]:
             self._start(parcel)
+        # Operations leave in the order of positions, so the loop ends at the first that may still run. With `overlap`,
+        # before action p those of p - 2 and earlier are waited for; otherwise those of p - 1, too.
         while self._leaving and (whole or self._leaving[0][0] < position - self._lag):
             for work, _ in self._leaving.popleft()[1]:
                 work.wait()
@@ -143,12 +158,15 @@ class ProcessTransport:
         if parcel.integers:
             integers = torch.empty(parcel.integers, dtype=torch.int64)
             arriving.integers = integers, self._group.start_receive(integers, parcel.source, _INTEGERS)
+        # The generator travels too where a step draws random numbers: the next stage goes on drawing where this one
+        # ended.
         if parcel.generator:
             state = torch.empty_like(self._streams[parcel.microbatch].state)
             arriving.state = state, self._group.start_receive(state, parcel.source, _GENERATORS)
         self._arriving[parcel.step, parcel.microbatch] = arriving
         waiting = self._unsized.setdefault(parcel.source, deque())
         waiting.append(arriving)
+        # Parcels of known sizes start their bodies at once, as long as no parcel before them still waits for its sizes.
         while waiting and not waiting[0].parcel.integers:
             self._start_bodies(waiting.popleft())
 
@@ -160,10 +178,12 @@ class ProcessTransport:
             integers = arriving.integers[0].tolist()
         layouts = arriving.parcel.layouts
         arriving.values, arriving.bodies = received(layouts, integers), []
+        # Only tensors have bodies: integers are in the first message, and a generator's state in a message of its own.
         for layout, value in zip(layouts, arriving.values, strict=True):
             if layout.kind == "tensor":
                 device = self._group.device if layout.device != "cpu" else "cpu"
                 body = torch.empty(count(*value), dtype=layout.dtype, device=device)
+                # An empty tensor is not sent: its counterpart in `_start_sending` leaves it out by the same rule.
                 work = self._group.start_receive(body, arriving.parcel.source, _TENSORS) if body.numel() else None
                 arriving.bodies.append((body, work))
 
@@ -173,8 +193,10 @@ class ProcessTransport:
         if arriving is None:
             return {}  # the action only had to run before
         waiting = self._unsized[arriving.parcel.source]
+        # The parcel's own bodies wait for those of earlier parcels from this rank, whose sizes are waited for first.
         while arriving.bodies is None:
             self._start_bodies(waiting.popleft())
+        # Now parcels of known sizes behind it may start, too.
         while waiting and not waiting[0].parcel.integers:
             self._start_bodies(waiting.popleft())
         if arriving.state is not None:
@@ -199,6 +221,8 @@ class ProcessTransport:
     def send(self, device: int, instruction: Instruction, messages: list[Any]) -> None:
         """Start sending to each receiver."""
         parcels = self._transfers.sends[self._position]
+        # All values are packed before any send is started: packing may raise (out of memory), and a rank that has sent
+        # half of its parcels could not go on with zeros.
         packed = [
             (parcels[peer], _packed(parcels[peer], values))
             for (peer, _), values in zip(instruction.sends, messages, strict=True)
@@ -222,6 +246,7 @@ class ProcessTransport:
         for body in bodies:
             if body.numel():
                 start(body, _TENSORS)
+        # Tensors stay in `works` beside their operations: an operation does not keep what it sends alive.
         if parcel.target in self._transfers.late:
             self._late += works
         else:
@@ -246,6 +271,8 @@ class ProcessTransport:
             if self._averaging is not None:
                 self._averaging.go_without_values()
             self._go_without_values(device)
+            # Each position is passed through as if it had run: receives are started in the same order, and every
+            # operation of another rank finds its counterpart.
             while self._position < len(self._transfers.starts):
                 self._begin(self._position + 1)
                 self._go_without_values(device)
@@ -258,6 +285,7 @@ class ProcessTransport:
             return
         for parcel in self._transfers.reads[self._position]:
             self.receive(device, parcel.step, parcel.microbatch)
+        # Collectives that the failed action had started have their counterparts already; the others follow with zeros.
         for run in () if self._sent else self._collectives[self._position][started() :]:
             run()
         for parcel in () if self._sent else self._transfers.sends[self._position].values():
@@ -305,6 +333,7 @@ def _packed(parcel: Parcel, values: Sequence[Any]) -> tuple[list[int], list[torc
 
 def _zeros(parcel: Parcel, device: torch.device) -> tuple[list[int], list[torch.Tensor]]:
     """Zeros instead of a parcel; tensors of unknown size are empty. An index of zero is always valid."""
+    # Where sizes are unknown, `integers` of zeros say that they are empty, so there are no bodies to send.
     bodies = [
         torch.zeros(
             count(layout.shape, layout.stride), dtype=layout.dtype, device=device if layout.device != "cpu" else "cpu"

@@ -69,7 +69,10 @@ class _Stage(_Tensors):
     ) -> None:
         super().__init__()
         self.train(training)
+        # Buffers that the stage writes (batch norm's running statistics): the exported graph returns their new values.
         updated = [sources[stage.primals.index(node)].tensor for node in stage.updated]
+        # Not as attributes: `nn.Module` would register the graph as a submodule, and its tensors would stand in
+        # `state_dict`.
         self.__dict__["_of_stage"] = (stage.module, len(stage.sent), tuple(sources), tuple(updated))
         self.__dict__["_how"] = (number, signature, last, training)
 
@@ -82,12 +85,17 @@ class _Stage(_Tensors):
                 f"the stages were exported in {'training' if training else 'evaluation'} mode, and stage {number} is "
                 "in the other one: set the model's mode, and call model.pytorch_stages again."
             )
+        # `labels` is an argument of the loss, not of the model, unless the model has one of that name itself.
         labels = {"labels": kwargs.pop("labels")} if "labels" in kwargs.keys() - signature.parameters.keys() else {}
+        # PyTorch gives positional arguments to the first stage only; later stages get what the stage before sent, and
+        # the batch's other arguments by keyword.
         bound = signature.bind_partial(*(args if number == 0 else ()), **kwargs).arguments | labels
         inputs = [*(args if number else ())]
         for source in sources:
             if source.tensor:
                 value = _named(self, source.tensor)
+                # A buffer that is updated is read as a copy: autograd keeps what the forward pass read, and `copy_`
+                # below would change it.
                 inputs.append(value.clone() if source.tensor in updated else value)
             elif source.argument in bound:
                 inputs.append(key_get(bound[source.argument], source.path))
@@ -143,6 +151,7 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
                 "num_microbatches."
             )
         stages = forward_stages(joint)
+        # Stages in the order of the exported graph; PyTorch computes ranks from their numbers, so they must agree.
         ranks = _ranks_of(traced.instructions, len(stages))
         positions = {node: position for position, node in enumerate(joint.primals)}
         primals = traced.captured.primals[0]
@@ -150,20 +159,26 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
         sources = _sources(
             traced, [primals[positions[node]] for exported in stages for node in exported.primals], processes
         )
+        # What each stage reads of the model. A tensor that a stage of another rank reads (a tied embedding) is sent
+        # there once: PyTorch's runtime has no means to share a parameter.
         read = [{id(primals[positions[node]]) for node in exported.primals} & tensors.keys() for exported in stages]
         wanted = _read_elsewhere(ownership.owners or {}, tensors, read, ranks)
         metas = _metas(stages, [[primals[positions[node]] for node in exported.primals] for exported in stages])
     owners = ownership.owners or {}
+    # A collective per tensor, in the same order on every rank: all ranks run this loop, whether or not they need the
+    # value.
     for key in wanted:
         value = shared_value(group, tensors[key].detach(), ValueLayout.of(tensors[key]), min(owners[key]))
         if group.rank not in owners[key]:
             tensors[key] = nn.Parameter(value, False) if isinstance(tensors[key], nn.Parameter) else value
+    # Tensors that this rank owns and no stage reads (unused parameters) are held by the first stage.
     read[0] |= {key for key in tensors if ownership.owns(tensors[key])} - set().union(*read) if ranks[0] == 0 else set()
     made = []
     for number, stage in enumerate(stages):
         if ranks[number] != group.rank:
             continue
         tensors_of_stage = [sources[id(primals[positions[node]])] for node in stage.primals]
+        # The model's signature, since later stages bind keyword arguments with it.
         signature = inspect.signature(ownership.model.forward)
         module = _Stage(
             stage=stage,
@@ -209,6 +224,7 @@ def _ranks_of(instructions: Sequence[Sequence[Instruction]], count: int) -> list
         if instruction.action.kind is ActionKind.FORWARD
     }
     ranks = [rank_of_stage.get(stage, -1) for stage in range(count)]
+    # PyTorch asks each rank for stages rank, rank + n, …: `ScheduleInterleaved1F1B` has no other assignment.
     if ranks != [stage % len(instructions) for stage in range(count)]:
         raise ValueError(
             f"PyTorch's schedules expect stage i on rank i % {len(instructions)}, and these are on ranks {ranks}: "
@@ -220,6 +236,7 @@ def _ranks_of(instructions: Sequence[Sequence[Instruction]], count: int) -> list
 def _sources(traced: TracedStep, read: Sequence[Any], processes: ProcessPipeline) -> dict[int, _Of]:
     """Where each input of stages comes from, by its identity."""
     sources: dict[int, _Of] = {}
+    # The first name of a tensor with several: tied weights stand once in the stage.
     for name, value in processes.ownership.named():
         sources.setdefault(id(value), _Of(tensor=name))
     signature = inspect.signature(processes.ownership.model.forward)
@@ -230,6 +247,8 @@ def _sources(traced: TracedStep, read: Sequence[Any], processes: ProcessPipeline
     for name, argument in arguments.items():
         for path, value in tree_flatten_with_path(argument)[0]:
             if isinstance(value, torch.Tensor):
+                # A tensor that is a parameter and an argument at once, or two arguments: which of them the caller
+                # changes in the next step cannot be seen.
                 twice |= {id(value)} & wanted & sources.keys()
                 sources.setdefault(id(value), _Of(argument=name, path=tuple(path)))
     for value in read:
@@ -264,6 +283,8 @@ def _metas(stages: Sequence[ForwardStage], primals: Sequence[Sequence[torch.Tens
     metas = []
     for stage, of_stage in zip(stages, primals, strict=True):
         values = [*(node.meta["val"] for node in (*stage.received, *stage.primals))]
+        # A stage's outputs require gradients where one of its inputs does. This is asked of autograd, not worked out:
+        # the graph is run with fake tensors that carry the flags.
         flags = [value.requires_grad for value in (*received, *of_stage)]
         mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))  # type: ignore[attr-defined]
         with mode, torch.enable_grad():
@@ -274,6 +295,7 @@ def _metas(stages: Sequence[ForwardStage], primals: Sequence[Sequence[torch.Tens
             results = fx.Interpreter(stage.module).run(
                 *(fake.requires_grad_(flag) for fake, flag in zip(fakes, flags, strict=True))
             )[: len(stage.sent)]
+        # What leaves this stage enters the next, flags included.
         received = [_meta(value.shape, value.dtype, value.requires_grad) for value in results]
         metas.append(tuple(received))
     return metas
@@ -281,12 +303,15 @@ def _metas(stages: Sequence[ForwardStage], primals: Sequence[Sequence[torch.Tens
 
 def _hold(module: nn.Module, model: nn.Module, tensors: Mapping[int, torch.Tensor], ownership: Any) -> None:
     """Register tensors under the names that they have in the model."""
+    # Buffers with `persistent=False` must stay out of the stage's `state_dict`, too.
     saved = model.state_dict(keep_vars=True).keys()
     for name, value in ownership.named():
         if id(value) not in tensors:
             continue
         parent, target = module, tensors[id(value)]
         *path, last = name.split(".")
+        # Containers on the way are empty modules: `layers.0.weight` needs `layers` and `layers.0`, so that names are
+        # those of the model.
         for part in path:
             if not hasattr(parent, part):
                 parent.add_module(part, _Tensors())

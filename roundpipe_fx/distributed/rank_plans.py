@@ -25,6 +25,8 @@ from roundpipe_fx.pipeline.step.scheduled import Scheduled
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source
 from roundpipe_fx.runtime.prefetch import PrefetchStep
 
+# What differs between ranks though they do the same: the number of the GPU, addresses in the text of functions, names
+# of nodes, and symbols of sizes (``s27`` on one rank, ``s53`` on another).
 _INDEX = re.compile(r"(cuda:|index=)\d+")
 _NAME = re.compile(r"%(\w+)")
 _PLACEHOLDER = re.compile(r"placeholder\[target=\w+\]")
@@ -63,6 +65,7 @@ def graph_text(graph: PipelinedGraph) -> str:
     symbols: dict[str, str] = {}
     return "\n".join(
         f"{kind}{stage}: {_module_text(module.module, symbols)}"
+        # Both variants: the last microbatch has steps of its own with ``checkpoint="except_last"``.
         for variant in (graph.pipeline.main, graph.pipeline.last)
         for (kind, stage), module in variant.steps.modules.items()
     )
@@ -76,10 +79,14 @@ def _module_text(module: fx.GraphModule, symbols: dict[str, str]) -> str:
     Args:
         symbols: what stands for symbolic sizes, by name; those of this stage are added.
     """
+    # `%3` stands for the third node, whatever its name: `add_12` on one rank may be `add_7` on another.
     numbers = {node.name: f"%{number}" for number, node in enumerate(module.graph.nodes)}
     lines = [f"{_node_text(node, numbers)} {_kind(node.meta.get('val'))}" for node in module.graph.nodes]
     text = _ADDRESS.sub("", _INDEX.sub(r"\1", "\n".join(lines)))
+    # Symbols get numbers in the order in which they are met, and keep them in all modules of the graph: `s27*s53`
+    # becomes `s:0*s:1` on every rank.
     text = _SYMBOL.sub(lambda match: symbols.setdefault(match[0], f"{match[0][0]}:{len(symbols)}"), text)
+    # A hash is enough to compare; the text is printed where ranks differ, and nobody reads 100,000 characters.
     return hashlib.sha256(text.encode()).hexdigest()[:16] if len(text) > 100_000 else text
 
 
@@ -119,10 +126,12 @@ def gradients_text(
         names: of the model's tensors, by identity.
     """
     parts: dict[str, set[str]] = {}
+    # Microbatches of one shape have one program: it is compared once.
     once = {id(program): (program, arguments) for program, arguments in zip(programs, primals, strict=True)}
     for compared, inputs in once.values():
         makers = {number: f"{step[0]}{step[1]}" for step, code in compared.steps.items() for number in code.outputs}
         for gradient in compared.gradients:
+            # Two tensors may be one parameter under two names; `names` gives the first.
             name = names.get(id(inputs[gradient.primal])) if gradient.source is not None else None
             if name is not None:
                 parts.setdefault(name, set()).add(_origin(gradient.source, makers))
@@ -175,11 +184,13 @@ class RankPlans:
             kinds: which kinds of actions the run consists of; ``None``: all.
         """
         instructions = scheduled.instructions
+        # A program's id is enough: `_plans` is looked up by the programs that `captured` keeps alive.
         key = (kinds, *(id(program) for program in captured.programs))
         if key not in self._plans:
             transfers = transfers_of(instructions, captured.programs)
             orders = orders_of(instructions, transfers)
             reads = union([program.graph for program in captured.programs]).reads
+            # Every rank checks all ranks' orders, so that all raise, and none waits for one that did not start.
             check_transfers(orders, reads, [transfer.late for transfer in transfers])
             names = {id(value): name for name, value in self._ownership.named()}
             gathers = None
@@ -203,6 +214,7 @@ class RankPlans:
         return steps_of(scheduled.instructions[rank], captured.primals, sharded, scheduled.kept[rank])
 
     def _text_of(self, graph: PipelinedGraph) -> str:
+        # The graph is kept with its text, so that its id is not given to another.
         if id(graph) not in self._graphs:
             self._graphs[id(graph)] = graph, graph_text(graph)
         return self._graphs[id(graph)][1]

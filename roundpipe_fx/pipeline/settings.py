@@ -177,6 +177,8 @@ class Pipelining:
         Args:
             of_a_link: of one link, in each direction.
         """
+        # Links are shared evenly, and the slowest decides: 8 devices at 3 links have at most 3 at one, so a third of it
+        # each.
         sharing = 1 if self.host_links is None else -(-self.workers // self.host_links)
         return of_a_link / sharing
 
@@ -202,6 +204,7 @@ def parse_pipelining(
     if loss_reduction not in LOSS_REDUCTIONS:
         names = ", ".join(repr(name) for name in LOSS_REDUCTIONS)
         raise ValueError(f"loss_reduction={loss_reduction!r}: valid values are {names}.")
+    # None of the arguments that ask for a pipeline is given: the step runs on one device, and needs no split.
     if devices is None and num_microbatches is None and schedule is None and checkpoint is None:
         if host_links is not None:
             raise ValueError("host_links is for a model on the CPU that devices train: give devices=['cuda:0'] too.")
@@ -219,8 +222,10 @@ def parse_pipelining(
         raise ValueError(
             f"devices={list(map(str, parsed))}: all must be of one type, since the model is traced for it."
         )
+    # GPipe's bubble is ``(p - 1) / (m + p - 1)`` of a step: about a half with m = p microbatches, a third with 2 p.
     if num_microbatches is None:
         num_microbatches = 2 * max(1, len(parsed))
+    # ``True`` is an int in Python, and a batch in "True" parts is a mistake.
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
         raise TypeError(f"num_microbatches must be a positive int, not {num_microbatches!r}.")
     if num_microbatches < 1:
@@ -229,6 +234,7 @@ def parse_pipelining(
     if checkpoint is not None and checkpoint not in CHECKPOINTS:
         names = ", ".join(repr(name) for name in CHECKPOINTS)
         raise ValueError(f"checkpoint={checkpoint!r}: valid values are {names}.")
+    # A budget decides for itself what is recomputed: two answers to one question could contradict each other.
     if checkpoint is not None and (recompute is not None or options.memory_budget is not None):
         raise ValueError(
             f"checkpoint={checkpoint!r} says what is recomputed, and so does "
@@ -245,6 +251,7 @@ def parse_pipelining(
             f"stages={stages!r} are fewer than the {len(parsed)} devices: a device without a stage would have nothing "
             "to do. Use as many stages as devices, or more."
         )
+    # ``recompute`` is the name on one device, ``checkpoint`` that of pipelines: from here on there is one.
     if recompute is not None:
         checkpoint = {"full": "always", "none": "never"}[recompute]
     return Pipelining(
@@ -294,6 +301,7 @@ def _device(asked: torch.device | str) -> torch.device:
         device = torch.device(asked)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"devices: {asked!r} is not a device: {str(error).splitlines()[0]}") from None
+    # All workers of the CPU share its memory and threads, so there is one CPU, whatever the number of workers.
     if device.type == "cpu":
         if device.index not in (None, 0):
             raise ValueError(f"devices: {asked!r} does not exist; the CPU is 'cpu', named once for each worker.")
@@ -304,5 +312,7 @@ def _device(asked: torch.device | str) -> torch.device:
             raise ValueError(f"devices: {asked!r} does not exist: this machine has no CUDA device.")
         if device.index is not None and device.index >= count:
             raise ValueError(f"devices: {asked!r} does not exist: this machine has cuda:0 to cuda:{count - 1}.")
+        # "cuda" is the current device: it must be fixed here, since workers are threads that have current devices of
+        # their own.
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     raise ValueError(f"devices: {asked!r} is not supported; devices are 'cpu' or 'cuda:<number>'.")

@@ -20,6 +20,7 @@ def _along(worked: DimsOfCall) -> Rule:
 
     def rule(call: Call, labels: Labels) -> CallDims:
         result = call.results[0]
+        # The operator works along some dimensions (a softmax along the last); rows along the others are independent.
         dims = labels.of(result, mixed=worked(call, len(result)))
         operands = {
             name: [labels.same(tensor.shape, dims) for tensor in tensors] for name, tensors in call.tensors.items()
@@ -47,6 +48,7 @@ def _topk(call: Call, labels: Labels) -> CallDims:
         raise Unknown
     axis = call.dim("dim", len(shape))
     dims = labels.of(shape, mixed=[axis])
+    # The selected positions have a label of their own: `k` of them, in the order of the values.
     picked = [*dims[:axis], labels.new(result[axis], mixed=True), *dims[axis + 1 :]]
     return {"self": [dims]}, [picked, picked]
 
@@ -54,6 +56,7 @@ def _topk(call: Call, labels: Labels) -> CallDims:
 def _glu(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
     dims = labels.of(shape, mixed=[axis := call.dim("dim", len(shape))])
+    # Half of the input gates the other half, so positions i and i + n/2 belong together.
     half = labels.new(call.results[0][axis], mixed=True)
     return {"self": [dims]}, [[*dims[:axis], half, *dims[axis + 1 :]]]
 

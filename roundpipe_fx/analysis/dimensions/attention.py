@@ -17,6 +17,7 @@ class _Attention:
     """Dimensions of an attention's tensors, all ``[batch, heads, rows, width]``."""
 
     def __init__(self, call: Call, labels: Labels) -> None:
+        # Tiles would draw other random numbers than the whole.
         if call["dropout_p"] != 0.0:
             raise Unknown
         self.call, self.labels = call, labels
@@ -34,11 +35,14 @@ class _Attention:
         self.key = [batch, key_heads, keys, width]
         self.value = [batch, key_heads, keys, labels.new(value[3], mixed=True)]
         self.output = [batch, heads, rows, self.value[-1]]
+        # Keys are mixed: a row's softmax runs over all of them.
         self.scores = [batch, heads, rows, keys]
 
     def statistics(self, shape: Sequence[Any]) -> list[Dim]:
         """Of the log-sum-exp, whose rows some kernels pad."""
         batch, heads, rows, _ = self.query
+        # Some kernels round the number of rows up (to a multiple of 32), and then their statistics are no tile of any
+        # row.
         if same_size(shape[2], self.call.shape("query")[2]):
             return [batch, heads, rows]
         self.labels.mix([rows])

@@ -15,8 +15,10 @@ def _tensors(call: Call, labels: Labels, input_name: str, output: tuple[object, 
     shape, weight = call.shape(input_name), call.shape("weight")
     if len(shape) != len(weight):
         raise Unknown  # one image, without a batch
+    # With groups, channel i of the output reads the channels of its group alone, and a tile of channels may cut one.
     grouped = call["groups"] != 1
     batch = labels.new(shape[0])
+    # The number of inward channels is the input's; each output is a sum over them, so they may be summed over tiles.
     inward, outward = labels.new(shape[1], mixed=grouped), labels.new(output[1], mixed=grouped)
     if grouped:
         of_weight = list(labels.all_mixed(weight[:2]))
@@ -54,6 +56,7 @@ def _planes(spatial: int) -> Rule:
         leading = labels.of(result[: len(result) - spatial])
 
         def dims_of(shape: tuple[object, ...]) -> list[Dim]:
+            # Everything but the planes themselves divides: batch and channels.
             kept = labels.same(shape[: len(shape) - spatial], leading)
             return [*kept, *labels.all_mixed(shape[len(shape) - spatial :])]
 

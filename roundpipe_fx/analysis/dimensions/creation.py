@@ -18,13 +18,17 @@ def _like(call: Call, labels: Labels) -> CallDims:
     """Of the operand no more than the kind is read; where it has the result's sizes, it can be divided with it."""
     shape, result = call.shape("self"), call.results[0]
     dims = labels.of(result)
+    # With another rank there is no way to say which dimension of the operand is which of the result.
     if len(shape) != len(result):
         return {"self": [labels.all_mixed(shape)]}, [dims]
     pairs = zip(shape, result, dims, strict=True)
+    # The operand gives only dtype and device: its dimensions have labels of the result where sizes agree, so that tiles
+    # of both match.
     return {"self": [[dim if same_size(size, other) else labels.new(size, True) for size, other, dim in pairs]]}, [dims]
 
 
 def _counting(call: Call, labels: Labels) -> CallDims:
+    # Values count positions from the first, so a tile would start again at 0.
     return {}, [labels.all_mixed(call.results[0])]
 
 

@@ -17,6 +17,7 @@ def _embedding(call: Call, labels: Labels) -> CallDims:
     rows, width = call.shape("weight")
     dims = labels.of(call.shape("indices"))
     column = labels.new(width)
+    # Which rows are read depends on the indices, so rows are mixed. Columns and positions divide.
     return {"weight": [(labels.new(rows, mixed=True), column)], "indices": [dims]}, [[*dims, column]]
 
 
@@ -24,6 +25,7 @@ def _embedding_backward(call: Call, labels: Labels) -> CallDims:
     rows, width = call.results[0]
     dims = labels.of(call.shape("indices"))
     column = labels.new(width)
+    # Then a row's gradient is divided by how often its index occurs in all of `indices`, which no tile knows.
     if call["scale_grad_by_freq"]:
         labels.mix(dims)
     return {"grad_output": [(*dims, column)], "indices": [dims]}, [(labels.new(rows, mixed=True), column)]
@@ -68,6 +70,7 @@ def _scatter(call: Call, labels: Labels) -> CallDims:
     operands = {"self": [dims], "index": [picked]}
     if "src" in call.tensors:
         source = call.shape("src")
+        # A smaller `src` uses a part of the index alone, which labels cannot express.
         if not all(same_size(size, part) for size, part in zip(source, index, strict=True)):
             raise Unknown
         operands["src"] = [picked]
@@ -83,6 +86,7 @@ def _index(call: Call, labels: Labels) -> CallDims:
 def _index_put(call: Call, labels: Labels) -> CallDims:
     dims = labels.of(call.shape("self"))
     indexed, broadcast, indices = _indices(call, labels, dims)
+    # Two positions may name one element: which of them is written last depends on all.
     labels.mix(broadcast)
     values = labels.same(call.shape("values"), _where_indexed(dims, indexed, broadcast))
     return {"self": [dims], "indices": indices, "values": [values]}, [dims]
@@ -95,6 +99,7 @@ def _indices(call: Call, labels: Labels, dims: Sequence[Dim]) -> tuple[list[int]
         Unknown: a mask is an index.
     """
     indices = {axis: index for axis, index in enumerate(call["indices"]) if index is not None}
+    # A mask selects as many elements as are true.
     if any(index.dtype in (torch.bool, torch.uint8) for index in indices.values()):
         raise Unknown
     labels.mix([dims[axis] for axis in indices])
@@ -104,12 +109,15 @@ def _indices(call: Call, labels: Labels, dims: Sequence[Dim]) -> tuple[list[int]
 
 def _broadcast(shapes: Sequence[Sequence[Any]]) -> list[Any]:
     rank = max(map(len, shapes), default=0)
+    # Shapes are aligned at the end, as in broadcasting: (3, 1) and (4,) are (3, 1) and (1, 4), together (3, 4).
     aligned = [[1] * (rank - len(shape)) + [*shape] for shape in shapes]
     return [next((size for size in sizes if not is_one(size)), 1) for sizes in zip(*aligned, strict=True)]
 
 
 def _where_indexed(dims: Sequence[Dim], indexed: Sequence[int], broadcast: Sequence[Dim]) -> list[Dim]:
     """Dimensions of what an index reads: those of the indices stand where the indexed ones were, or in front."""
+    # NumPy's rule: indexed dimensions that lie side by side are replaced where they were (``x[:, i, j]``); otherwise
+    # what they select comes first (``x[i, :, j]``).
     kept = [dim for axis, dim in enumerate(dims) if axis not in indexed]
     together = bool(indexed) and indexed[-1] - indexed[0] + 1 == len(indexed)
     start = indexed[0] if together else 0

@@ -69,6 +69,7 @@ class Labels:
 
     def new(self, size: Any, mixed: bool = False) -> Dim:
         """A dimension of its own; ``()`` if its size is known to be 1."""
+        # A dimension of size 1 has no label: it is the same in all tiles, and broadcasting needs no rule.
         if is_one(size):
             return ()
         label = len(self.sizes)
@@ -95,6 +96,7 @@ class Labels:
         Raises:
             Unknown: it is not known statically which of its dimensions are broadcast.
         """
+        # Broadcasting aligns at the end; a longer operand has no counterpart for its first dimensions.
         if len(shape) > len(dims):
             raise Unknown
         aligned = dims[len(dims) - len(shape) :]
@@ -103,6 +105,7 @@ class Labels:
     def _same(self, size: Any, dim: Dim) -> Dim:
         if is_one(size):
             return ()
+        # `dim` has several labels only where a view joined dimensions: such operands are not broadcast here.
         if len(dim) != 1 or not same_size(size, self.sizes[dim[0]]):
             raise Unknown
         return dim

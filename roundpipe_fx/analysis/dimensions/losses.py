@@ -26,7 +26,10 @@ def _scores(call: Call, labels: Labels) -> tuple[list[Dim], list[Dim]]:
     shape = call.shape("self")
     if not shape:
         raise Unknown
+    # ``[rows, classes]``, ``[rows, classes, height, width]``, or ``[classes]`` for a single row: the dimension of
+    # classes is the second, where there are two.
     classes = 1 if len(shape) > 1 else 0
+    # A row's loss picks one class by its target, which may be in any tile of classes.
     dims = labels.of(shape, mixed=[classes])
     rows = [*dims[:classes], *dims[classes + 1 :]]
     return dims, rows if classes else [()] * len(call.shape("target"))
@@ -36,6 +39,7 @@ def _nll_loss(call: Call, labels: Labels) -> CallDims:
     """The total weight is summed too; without a reduction it is 0."""
     dims, rows = _scores(call, labels)
     reduction = call["reduction"]
+    # A mean divides by the sum of the weights of all targets (or the number that is not ignored), which no tile knows.
     if reduction == Reduction.MEAN:
         labels.mix(rows)
     operands = {"self": [dims], "target": [rows], "weight": [[_classes(dims)]]}
@@ -56,6 +60,7 @@ def _nll_loss_backward(call: Call, labels: Labels) -> CallDims:
         "self": [dims],
         "target": [rows],
         "weight": [[_classes(dims)]],
+        # The total weight is one number, without a dimension, and each tile reads it whole.
         "total_weight": [[()] * len(call.shape("total_weight"))],
     }
     return operands, [dims]
@@ -63,6 +68,7 @@ def _nll_loss_backward(call: Call, labels: Labels) -> CallDims:
 
 def _elementwise(call: Call, labels: Labels) -> CallDims:
     """A loss of pairs of elements; everything is broadcast to the larger operand."""
+    # Broadcasting: the larger of both has the dimensions of the loss.
     shape = max((call.shape("self"), call.shape("target")), key=len)
     dims = labels.of(call.results[0] if call["reduction"] == Reduction.NONE else shape)
     if call["reduction"] == Reduction.MEAN:
@@ -74,6 +80,8 @@ def _elementwise(call: Call, labels: Labels) -> CallDims:
 def _elementwise_backward(call: Call, labels: Labels) -> CallDims:
     """A mean divides by the number of elements that it is given, so nothing is divided."""
     dims = labels.of(call.results[0])
+    # The gradient of a mean has the number of elements in it, and an operator that is given a tile divides by the
+    # tile's.
     if call["reduction"] == Reduction.MEAN:
         labels.mix(dims)
     operands = {name: [labels.same(tensor.shape, dims) for tensor in tensors] for name, tensors in call.tensors.items()}

@@ -16,7 +16,10 @@ def _rows(call: Call, labels: Labels) -> dict[str, Sequence[Dim]]:
     """Dimensions of a layer norm's tensors by what they are like: the input, statistics, and weights."""
     shape = call.shape("input")
     rows = len(shape) - len(call["normalized_shape"])
+    # A row's mean and variance are over all of its normalized dimensions, so these are mixed.
     dims = labels.of(shape, mixed=range(rows, len(shape)))
+    # Statistics keep the rank of the input, with size 1 along normalized dimensions: ``[8, 128, 512]`` has ``[8, 128,
+    # 1]``.
     return {"input": dims, "statistics": [*dims[:rows], *[()] * (len(shape) - rows)], "weight": dims[rows:]}
 
 
@@ -65,6 +68,7 @@ def _rms_norm_backward(call: Call, labels: Labels) -> CallDims:
 
 def _groups(call: Call, labels: Labels) -> dict[str, Sequence[Dim]]:
     shape = call.shape("input")
+    # Groups share out channels, and a group's statistics are over its channels and all positions: only images divide.
     dims = labels.of(shape, mixed=range(1, len(shape)))
     return {"input": dims, "statistics": [dims[0], labels.new(call["group"], mixed=True)], "weight": [dims[1]]}
 
@@ -80,8 +84,10 @@ def _group_norm_backward(call: Call, labels: Labels) -> CallDims:
 def _channels(call: Call, labels: Labels) -> dict[str, Sequence[Dim]]:
     """Batch norm in training: channels are independent of each other."""
     shape = call.shape("input")
+    # In evaluation the running statistics are used, which has another form; nothing is guessed for it.
     if not (call["training"] if call.has("training") else call["train"]):
         raise Unknown
+    # A channel's statistics are over all images and positions: only channels divide.
     dims = labels.of(shape, mixed={*range(len(shape))} - {1})
     return {"input": dims, "weight": [dims[1]]}
 

@@ -57,6 +57,7 @@ def dimensions_of(node: fx.Node) -> Dimensions | None:
     """
     rule = _rule(node)
     results = tensor_values(node)
+    # A tuple without tensors (sizes, symbolic numbers) has no dimensions to divide.
     if rule is None or not results or not _is_plain(node, results):
         return None
     labels = Labels()
@@ -65,10 +66,13 @@ def dimensions_of(node: fx.Node) -> Dimensions | None:
     except Unknown:
         return None
     arguments = tensor_arguments(node)
+    # Rules give dimensions by name of the argument; consumers read them in the order of ``operand_nodes``.
     of_operands = [dims for name, _ in arguments for dims in operands.get(name, ())]
     tensors = [operand.meta["val"] for _, nodes in arguments for operand in nodes]
+    # A rule that met a form that it was not written for (an optional operand, another rank) shows here.
     if not (_fits(of_operands, tensors) and _fits(of_results, results)):
         return None
+    # Labels of broadcast dimensions that nothing has are dropped, so that a caller does not try to divide them.
     used = {label for dims in (*of_operands, *of_results) for dim in dims for label in dim}
     return Dimensions(
         operands=tuple(tuple(dims) for dims in of_operands),
@@ -80,10 +84,12 @@ def dimensions_of(node: fx.Node) -> Dimensions | None:
 
 def _rule(node: fx.Node) -> Rule | None:
     target = node.target
+    # An operator that writes in place would write tiles into the whole.
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return None
     if target in RULES:
         return RULES[target]
+    # Random numbers are drawn in the order of elements: tiles would draw others.
     return pointwise.pointwise if pointwise.is_pointwise(target) and not is_seeded(node) else None
 
 

@@ -27,6 +27,7 @@ def tensor_arguments(node: fx.Node) -> list[tuple[str, list[fx.Node]]]:
     """Like :func:`operand_nodes`, by argument: the name of each argument that holds tensors, and the tensors."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
+    # The order of the schema, not of the call: keyword arguments come where the operator declares them.
     by_name = ((name, _tensors(value)) for name, value in arguments(node).items())
     return [(name, operands) for name, operands in by_name if operands]
 
@@ -41,6 +42,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     assert isinstance(node.target, torch._ops.OpOverload)
     by_name = {}
     for position, argument in enumerate(node.target._schema.arguments):
+        # A call may leave out arguments that have defaults, and pass by name those that could be positional.
         if position < len(node.args) and not argument.kwarg_only:
             by_name[argument.name] = node.args[position]
         else:
@@ -84,6 +86,7 @@ class Call:
     def dims(self, name: str, rank: int) -> set[int]:
         """An argument that names several dimensions; all, if it names none."""
         named = self[name]
+        # No dimension named means all of them, as in ``torch.sum(x, dim=[])``.
         if isinstance(named, int):
             named = [named]
         return {counted(dim, rank) for dim in named} if named else set(range(rank))

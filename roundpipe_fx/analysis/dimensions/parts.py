@@ -25,6 +25,8 @@ def replaced(labels: Labels, dims: Sequence[Dim], shape: Sequence[Any], axes: Co
     """
     if len(shape) != len(dims):
         raise Unknown
+    # Positions of an operand and of its part do not match, so along `axes` neither is divided: a tile of ``x[3:]`` is
+    # none of ``x``.
     labels.mix([dims[axis] for axis in axes])
     return [
         labels.new(size, mixed=True) if axis in axes else labels.same([size], [dim])[0]
@@ -35,6 +37,7 @@ def replaced(labels: Labels, dims: Sequence[Dim], shape: Sequence[Any], axes: Co
 def _slice(call: Call, labels: Labels) -> CallDims:
     shape, result = call.shape("self"), call.results[0]
     dims, axis = labels.of(shape), call.dim("dim", len(shape))
+    # ``x[:, :]`` is written by tracing for a slice of everything, and divides like the operand.
     if _is_whole(call, shape[axis], result[axis]):
         return {"self": [dims]}, [dims]
     return {"self": [dims]}, [replaced(labels, dims, result, [axis])]
@@ -89,6 +92,7 @@ def _split(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
     axis = call.dim("dim", len(shape))
     dims = labels.of(shape, mixed=[axis])
+    # Pieces have labels of their own along the axis, and share those of all others.
     return {"self": [dims]}, [replaced(labels, dims, result, [axis]) for result in call.results]
 
 
@@ -117,6 +121,7 @@ def _stack(call: Call, labels: Labels) -> CallDims:
 def _pad(call: Call, labels: Labels) -> CallDims:
     shape, pad = call.shape("self"), call["pad"]
     dims = labels.of(shape)
+    # `pad` counts from the last dimension: ``(1, 1, 0, 0)`` pads the last one and leaves the one before.
     pairs = zip(pad[::2], pad[1::2], strict=True)
     padded = {len(shape) - 1 - i for i, pair in enumerate(pairs) if not all(same_size(size, 0) for size in pair)}
     return {"self": [dims]}, [replaced(labels, dims, call.results[0], padded)]

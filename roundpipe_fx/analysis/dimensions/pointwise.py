@@ -18,6 +18,7 @@ def is_pointwise(target: torch._ops.OpOverload) -> bool:
 
 def pointwise(call: Call, labels: Labels) -> CallDims:
     """All dimensions of the result; operands are broadcast to it."""
+    # Each element of the result is computed from one of each operand, broadcast: every dimension divides.
     dims = labels.of(call.results[0])
     operands = {name: [labels.same(tensor.shape, dims) for tensor in tensors] for name, tensors in call.tensors.items()}
     return operands, [labels.same(shape, dims) for shape in call.results]

@@ -27,6 +27,8 @@ def product(equation: str, names: Sequence[str], added: str = "") -> Rule:
     def rule(call: Call, labels: Labels) -> CallDims:
         by_letter: dict[str, Dim] = {}
         for name, term in zip(names, terms, strict=True):
+            # The first operand with a letter gives its size: in "ik, kj -> ij" the left one gives k, which the right
+            # one must have, too.
             for letter, size in zip(term, call.shape(name), strict=True):
                 if letter not in by_letter:
                     by_letter[letter] = labels.new(size)
@@ -36,6 +38,8 @@ def product(equation: str, names: Sequence[str], added: str = "") -> Rule:
         dims = [by_letter[letter] for letter in result]
         if added:
             operands[added] = [labels.same(call.shape(added), dims)]
+            # A summed dimension may be divided, but then the added operand would be added once per tile; so it is
+            # mixed.
             labels.mix([dim for letter, dim in by_letter.items() if letter not in result])
         return operands, [dims]
 
@@ -44,6 +48,7 @@ def product(equation: str, names: Sequence[str], added: str = "") -> Rule:
 
 def _linear(call: Call, labels: Labels) -> CallDims:
     rows, (out, inner) = call.shape("input")[:-1], call.shape("weight")
+    # ``y[…, o] = Σ_i x[…, i] w[o, i] + b[o]``: rows and outputs are independent, inputs are summed.
     dims, summed = labels.of((*rows, out)), labels.new(inner)
     operands = {"input": [(*dims[:-1], summed)], "weight": [(dims[-1], summed)]}
     if call["bias"] is not None:
@@ -53,6 +58,7 @@ def _linear(call: Call, labels: Labels) -> CallDims:
 
 
 def _dot(call: Call, labels: Labels) -> CallDims:
+    # ``vdot`` conjugates its first operand, which changes nothing for real ones.
     if call["self"].is_complex():
         raise Unknown
     return product("i, i ->", [*call.tensors])(call, labels)

@@ -23,8 +23,10 @@ def _reduce(call: Call, labels: Labels, mixed: bool) -> CallDims:
     if not shape:
         return {"self": [()]}, [() for _ in call.results]
     reduced: AbstractSet[int] = _reduced(call, len(shape))
+    # A sum of tiles' sums is the sum; a mean of tiles' means is none unless all have one size, so others are mixed.
     dims = labels.of(shape, mixed=reduced if mixed else ())
     kept = [() if axis in reduced else dim for axis, dim in enumerate(dims)]
+    # ``keepdim=False`` removes the dimensions, and ``keepdim=True`` leaves size 1, which has no label.
     if len(kept) != len(call.results[0]):
         kept = [dim for axis, dim in enumerate(dims) if axis not in reduced]
     return {"self": [dims]}, [kept for _ in call.results]

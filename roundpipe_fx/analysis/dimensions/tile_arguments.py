@@ -58,6 +58,7 @@ def arguments_on_tile(
     """
     changed = _changed(node, dimensions, sizes)
     whole = arguments(node)
+    # Only what differs is replaced: expressions of the node stay, and no multiplication is added to the graph for them.
     changed = {name: value for name, value in changed.items() if value is not None and value != whole[name]}
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
@@ -82,6 +83,7 @@ def _shape(shape: Sequence[Any], dims: Sequence[Dim], dimensions: Dimensions, si
 
 def _size(size: Any, dim: Dim, dimensions: Dimensions, sizes: Sizes) -> Any:
     """The size of a dimension on a tile; as given where it is not divided."""
+    # No label of this dimension is divided: the whole size, also where it is an expression.
     if not any(label in sizes for label in dim):
         return size
     return functools.reduce(_product, (sizes.get(label, dimensions.sizes[label]) for label in dim))
@@ -89,6 +91,7 @@ def _size(size: Any, dim: Dim, dimensions: Dimensions, sizes: Sizes) -> Any:
 
 def _product(one: Any, other: Any) -> Any:
     """A product, as a node if one of them is a node."""
+    # One of the factors may be a node (a symbolic size): the product is then a node, too.
     for node in (one, other):
         if isinstance(node, fx.Node):
             made = node.graph.call_function(operator.mul, (one, other))
@@ -106,6 +109,8 @@ def _of(node: fx.Node, name: str, dimensions: Dimensions) -> Sequence[Dim]:
 
 def _repeats(node: fx.Node, arguments: Mapping[str, Any], dimensions: Dimensions, sizes: Sizes) -> dict[str, Any]:
     labels = {label for dim in _of(node, "self", dimensions) for label in dim}
+    # ``repeat`` puts its own labels before those of the operand: what is left of each dimension without the operand's
+    # is how often the tile is repeated.
     times = [tuple(label for label in dim if label not in labels) for dim in dimensions.results[0]]
     return {"repeats": _shape(arguments["repeats"], times, dimensions, sizes)}
 

@@ -17,6 +17,8 @@ aten = torch.ops.aten
 
 def _view(call: Call, labels: Labels) -> CallDims:
     """Dimensions of both shapes as products of their common factors; what has none is mixed."""
+    # Runs of dimensions with equal products: ``[B * T, V]`` and ``[B, T, V]`` have the runs ``([0], [0, 1])`` and
+    # ``([1], [2])``.
     source, result = call.shape("self"), call.results[0]
     dims: tuple[list[Dim], list[Dim]] = ([()] * len(source), [()] * len(result))
     for mine, others in _groups(source, result):
@@ -34,11 +36,14 @@ def _groups(source: Sequence[Any], result: Sequence[Any]) -> list[tuple[list[int
     """
     left = [axis for axis, size in enumerate(source) if not is_one(size)]
     right = [axis for axis, size in enumerate(result) if not is_one(size)]
+    # With an empty tensor every product is 0, so products say nothing about which dimensions belong together.
     if any(same_size(size, 0) for size in source):
         return [(left, right)]
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(left) and j < len(right):
+        # Both runs grow by turns, the one with the smaller product first, until their products agree: sizes 6, 4 and 3,
+        # 8 give 6 > 3, 6 < 24, 24 = 24.
         end, stop = i + 1, j + 1
         while True:
             mine = math.prod(source[axis] for axis in left[i:end])
@@ -59,6 +64,7 @@ def _groups(source: Sequence[Any], result: Sequence[Any]) -> list[tuple[list[int
 
 def _factors(source: list[Any], result: list[Any], labels: Labels) -> tuple[list[Dim], list[Dim]]:
     """Dimensions of two runs with the same number of positions."""
+    # One dimension on one side: its labels are those of the other side in order, as digits of a number are.
     if len(source) == 1 or len(result) == 1:
         single = len(source) == 1
         parts = labels.of(result if single else source)
@@ -66,6 +72,8 @@ def _factors(source: list[Any], result: list[Any], labels: Labels) -> tuple[list
             whole = [tuple(label for dim in parts for label in dim)]
             return (whole, parts) if single else (parts, whole)
     elif all(isinstance(size, int) and size > 0 for size in (*source, *result)):
+        # Several on both sides, ``[6, 4] → [3, 8]``: common factors 3, 2, 4 describe both, as ``[3 * 2, 4]`` and ``[3,
+        # 2 * 4]``.
         return _common_factors(source, result, labels)
     return list(labels.all_mixed(source)), list(labels.all_mixed(result))
 
@@ -76,11 +84,13 @@ def _common_factors(source: list[int], result: list[int], labels: Labels) -> tup
     i = j = 0
     while i < len(left) and j < len(right):
         small, large = sorted((left[i], right[j]))
+        # No common factor here (``[2, 9] → [3, 6]``): the two sides share no tiles from this dimension on.
         if large % small:
             break
         label = labels.new(small)
         dims[0][i] += label
         dims[1][j] += label
+        # What is left of a dimension is described by later labels; a dimension that is used up ends.
         left[i] //= small
         right[j] //= small
         i += left[i] == 1
@@ -100,6 +110,7 @@ def _repeat(call: Call, labels: Labels) -> CallDims:
     """A dimension of n positions that is repeated r times is the product of r and n; the operand has n only."""
     dims, repeats = labels.of(call.shape("self")), call["repeats"]
     new = len(repeats) - len(dims)
+    # Repetitions come first: ``repeat(2)`` of ``[a, b]`` is ``[a, b, a, b]``, where the outer position counts copies.
     result = [(*labels.new(times), *dim) for times, dim in zip(repeats, [()] * new + dims, strict=True)]
     return {"self": [dims]}, [result]
 
@@ -146,6 +157,7 @@ def _unsqueeze(call: Call, labels: Labels) -> CallDims:
 def _with_parts(call: Call, labels: Labels) -> CallDims:
     """A complex tensor and its real and imaginary parts, side by side in a last dimension."""
     real, other = (call.shape("self"), call.results[0])
+    # The last dimension has the two parts, real and imaginary, and cannot be divided.
     longer = max(real, other, key=len)
     dims = labels.of(longer, mixed=[len(longer) - 1])
     return {"self": [dims[: len(real)]]}, [dims[: len(other)]]
