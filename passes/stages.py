@@ -38,6 +38,7 @@ def cut_stages(
     Returns:
         the graph, and the stages in forward order. More stages than segments are clamped, with a warning.
     """
+    # Twice: the value that enters in the forward, and its gradient that leaves in the backward.
     entry_seconds = [2 * transfer_seconds(segment.entry_bytes) for segment in segments]
     costs = run_costs([segment.seconds for segment in segments], entry_seconds)
     if stages == "auto":
@@ -85,11 +86,14 @@ def positions_of_names(
     for position, node in enumerate(joint.in_phase(Phase.FORWARD)):
         for path in module_paths(node, clean):
             parts = path.split(".")
+            # "h.0.attn" counts for "h", "h.0" and "h.0.attn": the first operation of any of them is where a stage may
+            # begin.
             for depth in range(1, len(parts) + 1):
                 first.setdefault(".".join(parts[:depth]), position)
     positions = []
     for name in names:
         if following is not None and name in following:
+            # A module without operations of its own (a container) begins where the first of those behind it does.
             running = [path for path in (name, *following[name]) if path in first]
             if not running:
                 raise InvalidStageError(
@@ -111,9 +115,12 @@ def positions_of_names(
 
 def _auto_count(costs: torch.Tensor) -> int:
     count = costs.shape[0]
+    # No stage is cheaper than its heaviest segment alone (the first superdiagonal), so that bounds what more stages can
+    # gain.
     heaviest = costs.diagonal(1).max()
     best = costs[0]
     for stages in range(1, count):
+        # The fewest stages whose slowest one is within 10 % of that bound.
         if best[count] <= _AUTO_SLACK * heaviest:
             return stages
         best = add_stage(best, costs)

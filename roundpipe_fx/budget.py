@@ -76,6 +76,7 @@ def first_found(results: Iterable[Found[T] | Infeasible[B]]) -> Found[T] | Infea
         if isinstance(result, Found):
             return result
         refused.append(result)
+    # The way that nearly suffices has the message that helps most.
     return min(refused, key=lambda infeasible: infeasible.minimum)
 
 
@@ -127,6 +128,7 @@ def parse_budget(budget: Any) -> int | float | None:
     """
     if budget is None:
         return None
+    # ``True`` is an int in Python, and would be a budget of one byte.
     if isinstance(budget, bool):
         raise TypeError("memory_budget must be bytes, a size like '6GiB', or a float in [0, 1], not a bool.")
     if isinstance(budget, int):
@@ -196,6 +198,7 @@ def default_budget(device: torch.device, libraries: int = 0) -> int:
         libraries: bytes that libraries are going to keep there, and have not allocated.
     """
     free, _ = torch.cuda.mem_get_info(device)
+    # What PyTorch's allocator holds and nobody uses is free for a step, too.
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(_DEFAULT_SHARE * max(free + unused - libraries, 0))
 
@@ -215,6 +218,8 @@ def limit_of(budget: int | float, lowest: int, highest: int) -> int:
         lowest: the least peak that can be reached.
         highest: the peak with nothing recomputed.
     """
+    # Linear between both ends: 0.0 is the least that can be reached, and 1.0 is what a step needs that recomputes
+    # nothing.
     return budget if isinstance(budget, int) else lowest + math.floor(budget * (highest - lowest))
 
 

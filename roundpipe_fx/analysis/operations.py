@@ -182,6 +182,7 @@ class OperationGraph:
         """By segment, the storages that it makes and a later segment reads, each with the last segment that does."""
         live: dict[int, list[tuple[int, int]]] = {}
         for storage, last in self.last_segments.items():
+            # Plans decide how long such values live: each is read in a later segment, and none is live in any case.
             if last > self.segment_of[storage] and storage not in self.always_live:
                 live.setdefault(self.segment_of[storage], []).append((storage, last))
         return live

@@ -52,6 +52,7 @@ class Learned:
     assumed: dict[str, int] = field(default_factory=dict)
     share: float = 1.0
     stale: bool = False
+    # Doubled before each plan, so the first one has `_FIRST_HEADROOM`.
     headroom: float = _FIRST_HEADROOM / 2
     steps: LearnedSteps = field(default_factory=LearnedSteps)
     calls: StepCalls = field(init=False, repr=False)
@@ -66,15 +67,18 @@ class Learned:
 
     def see(self, name: str, size: int) -> None:
         """Record a size of a step. May be called from several threads."""
+        # The largest seen is kept, not the last: a plan for it holds for all smaller ones.
         with _noting:
             if size > self.largest.get(name, -1):
                 self.largest[name] = size
+                # -1: what no plan has assumed yet makes plans stale even with size 0, such as an expert without tokens.
                 if size > self.assumed.get(name, -1):
                     self.stale = True
 
     def see_workspace(self, operator: str, size: int) -> None:
         """Record the bytes that an operator allocated internally in a step."""
         name = f"{_WORKSPACE}/{operator}"
+        # Without an entry the workspace of the first step would seem assumed by nobody; 0 is what the first plan took.
         self.assumed.setdefault(name, 0)
         self.see(name, size)
 
@@ -111,6 +115,7 @@ class Learned:
         """Record outputs of a graph, by number, that a step has held, as its plan assumed."""
         for position in outputs:
             name = f"{_HELD}/{graph} {position}"
+            # Noted while tracing, so the plan that is being made counts with it, and is not stale for it.
             self.assumed.setdefault(name, 1)
             self.see(name, 1)
 
@@ -125,6 +130,7 @@ class Learned:
 
     def dropped(self, graph: str) -> frozenset[int]:
         """Numbers of the outputs of a graph that plans assume dropped before the backward."""
+        # An output that was held once may be held again, whatever other steps drop.
         return self._outputs(_DROPPED, graph) - self.held(graph)
 
     def _outputs(self, what: str, graph: str) -> frozenset[int]:
@@ -138,6 +144,7 @@ class Learned:
 
     def renew(self) -> None:
         """From now on, assume the values seen so far, plus headroom."""
+        # 2 %, 4 %, 8 %, … up to 50 %: sizes that vary in every step cost few plans.
         self.headroom = min(2 * self.headroom, _MOST_HEADROOM)
         self.assumed = {name: math.ceil(size * (1 + self.headroom)) for name, size in self.largest.items()}
         self.stale = False

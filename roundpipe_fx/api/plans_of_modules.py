@@ -62,6 +62,7 @@ def note_plan(modules: Iterable[nn.Module], plan: Plan) -> None:
 def add_plan(made: list[Plan], plan: Plan) -> None:
     """Add a plan to those of a model, in the place of an earlier one of the same compilation."""
     for position, earlier in enumerate(made):
+        # A replanned step takes the position of its first plan.
         if earlier.compilation is plan.compilation:
             made[position] = plan
             return
@@ -87,6 +88,7 @@ def noting_models(run: Callable[..., Any], modules: Iterable[nn.Module], made: S
 
     def note(inputs: Sequence[Any]) -> None:
         nonlocal of_owners, watching, first, last, at_first, at_last
+        # The first call: which inputs are parameters of the modules is the same in all later ones.
         if of_owners is None:
             owners = [owner for reference in compiled_for if (owner := reference()) is not None]
             of_owners = [(type(owner), names) for owner in owners if (names := _names_of(owner, inputs))]
@@ -96,6 +98,7 @@ def noting_models(run: Callable[..., Any], modules: Iterable[nn.Module], made: S
             positions = sorted({position for _, names in of_owners for position in names})
             # What is trained differs most likely between models that share parameters.
             trained = [position for position in positions if inputs[position].requires_grad] or positions
+            # Two comparisons of identity in each step, not one for each parameter.
             first, last = trained[0], trained[-1]
         for cls, names in of_owners:
             parameters = tuple(weakref.ref(inputs[position]) for position in names)
@@ -103,6 +106,7 @@ def noting_models(run: Callable[..., Any], modules: Iterable[nn.Module], made: S
         at_first, at_last = weakref.ref(inputs[first]), weakref.ref(inputs[last])
 
     def noted(*inputs: Any) -> Any:
+        # The same two parameters as last time: the same model runs, and nothing is to be noted.
         if watching and inputs and (inputs[first] is not at_first() or inputs[last] is not at_last()):
             note(inputs)
         return run(*inputs)
@@ -122,6 +126,7 @@ def _names_of(owner: nn.Module, inputs: Sequence[Any]) -> dict[int, str]:
 
 def _add(run: _Run, parameter: torch.Tensor) -> None:
     known: list[_Run] = _runs.setdefault(parameter, [])
+    # Runs of models that are gone are dropped, so that a shared parameter does not collect them.
     known[:] = [noted for noted in known if all(reference() is not None for reference in noted.parameters)]
     if not any(noted.equals(run) for noted in known):
         known.append(run)

@@ -35,6 +35,7 @@ def planned_values(costs: ValueCosts, nodes: Iterable[fx.Node]) -> tuple[Planned
     """
     values: dict[str, PlannedValue] = {}
     for node in nodes:
+        # Copies that recompute a value are listed under the name of the original, once.
         name = node.meta.get(Mark.ORIGIN, node.name)
         values.setdefault(
             name,
@@ -82,6 +83,7 @@ def hoist_reason(node: fx.Node) -> str:
     """Why a value must be saved; ``""`` if it need not be."""
     if Mark.MUST_SAVE in node.meta:
         return str(node.meta[Mark.MUST_SAVE])
+    # An item of a tuple that must be saved is saved with the tuple.
     for source in node.all_input_nodes:
         if Mark.MUST_SAVE in source.meta and isinstance(source.meta.get("val"), (tuple, list)):
             return str(source.meta[Mark.MUST_SAVE])
@@ -116,6 +118,7 @@ class ValueCosts:
     def seconds(self, node: fx.Node) -> float:
         """Modelled seconds of the operation that produces a value."""
         producer = node
+        # Seconds are noted where the kernel runs: the item of a tuple has those of the call that makes the tuple.
         while not producer.meta.get(Mark.SECONDS) and isinstance(producer.meta.get("val"), torch.Tensor):
             sources = [s for s in input_nodes(producer) if isinstance(s.meta.get("val"), (tuple, list))]
             if producer.target is not operator.getitem or not sources:
@@ -125,6 +128,7 @@ class ValueCosts:
 
     def recompute_seconds(self, node: fx.Node) -> float:
         """Modelled seconds of recomputing a value from saved values and graph inputs."""
+        # All operations between the saved values and this one, each counted once though several paths lead to it.
         total, pending, seen = 0.0, [node], {node}
         while pending:
             current = pending.pop()

@@ -59,6 +59,7 @@ def edited_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[
     edited = _without_disabled(edited)
     names = [item.name for item in edited]
     doubled = next((name for name in names if names.count(name) > 1), None)
+    # Names identify passes in `needs`, in ROUNDPIPE_FX_DISABLE and in the files of dumps.
     if doubled is not None:
         raise InvalidPassesError(f"passes: two passes are named {doubled!r}; give one of them another name.")
     levels = list(PassLevel)
@@ -68,6 +69,7 @@ def edited_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[
                 f"passes: {item.name!r} works on a {item.level}, and comes after {before.name!r}, which works on a "
                 f"{before.level}. Levels run in this order: {', '.join(levels)}."
             )
+    # A pass that is needed must come before: passes of one level run in the order of the list.
     for position, item in enumerate(edited):
         for need in item.needs:
             if need not in names[:position]:
@@ -130,6 +132,7 @@ def run_passes(
             raise InvalidPassesError(f"pass {item.name!r} must return {wanted}, and returned {type(made).__name__}.")
         graph = made
         if verifies:
+            # Only passes that are known have their marks checked; a user's may write any.
             if before is not None and isinstance(graph, JointGraph):
                 verify(graph, item.name, before, _NAMES)
             elif isinstance(graph, fx.Graph):

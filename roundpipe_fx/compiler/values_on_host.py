@@ -54,6 +54,8 @@ def may_leave(
         return []
     _, held = simulate_calls(forward, backward, joint.gradient_owners, tangents, granularity)
     modules = {module.name: module for module in forward.calls}
+    # Only values that modules return may leave: inputs are the caller's, and a value inside a module has no name
+    # outside.
     values = []
     for value in held:
         module = modules.get(value.maker)
@@ -109,12 +111,16 @@ def _copies(value: MayLeave, forward: Sequence[StageModule], backward: Sequence[
     """The copy of a value that the user wants on the host; none if nothing would run while it is there."""
     there = {call.name: position for position, call in enumerate(forward)}
     back = {call.name: position for position, call in enumerate(backward)}
+    # Its memory is freed after the last call of the forward that reads it, and one call after its maker at the
+    # earliest: the copy travels meanwhile.
     freed = max([there[value.maker] + 1, *(there[reader] for reader in value.readers if reader in there)])
     readers = [back[reader] for reader in value.readers if reader in back]
     if not readers or freed >= len(forward):
         return []
     first = _first_of_stage(backward, min(readers))
+    # Loaded one stage ahead: while the stage that runs before the reader's runs, the copy travels.
     reloaded = _first_of_stage(backward, first - 1) if first else 0
+    # Calls between freeing and loading: without one, the value would leave and come back at once.
     if len(forward) - 1 - freed + reloaded == 0:
         return []
     return [
@@ -151,6 +157,7 @@ def _comes_back_alike(value: torch.Tensor) -> bool:
     """
     if value.numel() == 0:
         return False
+    # The operators copy with ``empty_like``, which makes dense strides: a value with gaps would come back with others.
     if all(type(size) is int for size in (*value.shape, *value.stride())):
         alike = torch.empty_strided(value.shape, value.stride(), device="meta")
         return torch.empty_like(alike).stride() == alike.stride()

@@ -40,6 +40,7 @@ def devices_of(
     for name, value in others.items():
         if value not in (None, False):
             raise ValueError(f"{name}={value!r} is not supported with a mesh.")
+    # Measured seconds differ by noise, and ranks would cut the model differently.
     if options.cost == "measured":
         raise ValueError("cost='measured' differs from rank to rank, and all must plan alike: use cost='roofline'.")
     device = mesh.device_type
@@ -97,6 +98,7 @@ def _check_parallel_layers(mesh: DeviceMesh, model: nn.Module, sharded: bool) ->
                 f"torch.distributed.tensor.parallel.parallelize_module(model, mesh[{TENSOR!r}], …) first."
             )
         return 1
+    # A mesh of one dimension alone is no submesh: ``mesh["tp"]`` would be the mesh itself, without stages or replicas.
     wanted = mesh[TENSOR] if size > 1 and mesh.ndim > 1 else None
     for name, value in parallel:
         if wanted is None or value.device_mesh != wanted:
@@ -114,6 +116,7 @@ def _check_parallel_layers(mesh: DeviceMesh, model: nn.Module, sharded: bool) ->
             )
         if not isinstance(value, nn.Parameter):
             raise ValueError(f"the buffer {name!r} is a DTensor; with mesh= only parameters are distributed.")
+        # A partial sum is no value yet: a parameter must be whole or a shard.
         if any(placement.is_partial() for placement in value.placements):
             raise ValueError(f"the parameter {name!r} is placed as {value.placements}: give Shard or Replicate.")
     if sharded:
@@ -155,6 +158,7 @@ def check_mesh(mesh: Any) -> None:
             f"mesh has no dimension {PIPELINE!r}, over which stages are distributed, and none {DATA!r}, over which "
             f"batches are; it has {list(names)}: init_device_mesh('cpu', (2,), mesh_dim_names=('{PIPELINE}',))."
         )
+    # Dimensions of size 1 change nothing and are allowed.
     others = [name for name in names if name not in (PIPELINE, DATA, TENSOR) and mesh[name].size() > 1]
     if others:
         raise ValueError(

@@ -36,6 +36,7 @@ def pack_padded_sequence(
     """PyTorch's, traced."""
     if isinstance(lengths, torch.Tensor):
         return _pack(input, lengths.to(dtype=torch.int64), batch_first, enforce_sorted, None, None)
+    # Lengths that are numbers of the program are known while tracing, and so are the rows and steps of the packed data.
     tensor = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
     return _pack(input, tensor, batch_first, enforce_sorted, sum(lengths), max(lengths))
 
@@ -54,6 +55,7 @@ def _pack(
     batch_dim = 0 if batch_first else 1
     sorted_indices = None
     if not enforce_sorted:
+        # Kernels need the longest sequence first; the sorted order is kept to undo it.
         lengths, sorted_indices = torch.sort(lengths, descending=True)
         sorted_indices = sorted_indices.to(input.device)
         input = input.index_select(batch_dim, sorted_indices)
@@ -111,11 +113,14 @@ def forward(self: Any, input: Any, hx: Any = None) -> Any:
     device = data.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     dropout = self.dropout if self.training else 0.0
+    # Several layers in one call where the kernel takes them, and one per call otherwise; ``each`` counts the weights of
+    # one layer.
     layers = 1 if dropout > 0 or device == "cpu" else self.num_layers
     weights, each = self._flat_weights, len(self._flat_weights) // self.num_layers
     firsts = [state.split(layers * directions) for state in states]
     lasts = []
     for part, first in enumerate(zip(*firsts, strict=True)):
+        # Dropout acts between layers, not before the first.
         if part and dropout > 0:
             data = torch.dropout(data, dropout, True)
         of_part = weights[part * layers * each : (part + 1) * layers * each]

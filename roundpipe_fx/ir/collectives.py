@@ -84,12 +84,14 @@ def copied_bytes(node: fx.Node) -> int:
     name = collective_name(node)
     operands = input_nodes(node)
     if name == _WAIT:
+        # A wait has the copies of the collective whose result it reads; an item of a tuple leads to that call.
         (source,) = operands
         if source.target is operator.getitem:
             (source,) = input_nodes(source)
         return copied_bytes(source) if is_functional_collective(source.target) else 0
     if name in _WITHOUT_COPIES:
         return 0
+    # A gather copies its results besides; the others copy only what they send.
     values = [value for operand in operands for value in tensor_values(operand)]
     values += tensor_values(node) if "gather" in name else []
     return sum(size_hint(value.numel() * value.element_size()) for value in values if value.device.type == "cpu")
@@ -108,6 +110,7 @@ def refuse_distributed(joint: JointGraph, workers: int) -> None:
     Raises:
         DistributedTensorError: parameters are distributed tensors; or several threads would start collectives.
     """
+    # One process with distributed tensors: AOTAutograd's part that unwraps them does not run in a pipeline.
     if any(is_opaque(node.meta.get("val")) for node in joint.primals):
         raise DistributedTensorError(
             "a pipeline cannot run a model whose parameters are distributed tensors (DTensor) in one process. Give "
@@ -133,6 +136,7 @@ def refuse_other_groups(joint: JointGraph, ranks: int) -> None:
         DistributedTensorError: a collective runs on more or fewer.
     """
     for node in joint.computed():
+        # A group of one rank communicates with nobody, and an operator without a group has none to check.
         group_size = len(group_of(node)) if is_collective(node.target) else 0
         if group_size not in (0, 1, ranks):
             raise DistributedTensorError(

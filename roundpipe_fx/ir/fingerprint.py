@@ -30,6 +30,7 @@ def fingerprint(nodes: Iterable[fx.Node], results: Iterable[Any] = (), inputs: I
         if isinstance(value, torch.Tensor):
             shape = tuple(value.shape)
             kind = f"{value.dtype}{shape}{_strides(value)}{value.device}{value.requires_grad}"
+            # Sizes are numbers, so no symbol occurs in the text.
             if all(type(size) is int for size in shape):  # strides are products of sizes
                 return kind
         elif isinstance(value, (tuple, list)):
@@ -44,6 +45,7 @@ def fingerprint(nodes: Iterable[fx.Node], results: Iterable[Any] = (), inputs: I
         if isinstance(value, fx.Node):
             if value not in numbers:
                 numbers[value] = f"%{len(numbers)}"
+                # A node outside of the sequence is an input: only its type is described, and not how it was made.
                 lines.append(f"{numbers[value]} = {describe(value.meta.get('val'))}")
             return numbers[value]
         if isinstance(value, (tuple, list)):

@@ -210,6 +210,7 @@ class JointGraph:
         differentiated, unless steps have shown that they are.
         """
         tangents = self.tangents
+        # Without a loss any output may be differentiated, so gradients of all are expected.
         losses = [node for node in tangents if is_tensor(node) and node.meta["val"].dim() == 0]
         known = {Mark.STRIDED, Mark.OBSERVED_TANGENT}
         return [node for node in tangents if node in losses or known & node.meta.keys()] if losses else tangents
@@ -304,6 +305,7 @@ class JointGraph:
         """
         dependent: set[fx.Node] = set(self.tangents)
         for node in self.computed():
+            # Nodes are in topological order: one pass over them finds everything that depends on a gradient.
             if any(source in dependent for source in input_nodes(node)):
                 dependent.add(node)
         return dependent
@@ -336,6 +338,7 @@ class JointGraph:
 
     def drop_unread(self) -> None:
         """Erase nodes without users, except those that draw random numbers or have another effect."""
+        # In reverse, so that a node whose only reader was erased is erased, too.
         for node in reversed(self.graph.nodes):
             if not node.users and not has_side_effect(node) and not is_seeded(node):
                 self.graph.erase_node(node)
@@ -371,6 +374,7 @@ def _tensors(value: Any) -> Sequence[torch.Tensor]:
 
 
 def storages(node: fx.Node) -> list[int]:
+    # Tuples nest: recurrent layers return (output, (hidden, cell)).
     """Identities of the storages of a node's values; equal identities mean aliases."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):  # nearly always, and asked for more often than anything else
@@ -412,6 +416,7 @@ def is_view(node: fx.Node) -> bool:
     node_storages = storages(node)
     if len(node_storages) == 1:  # nearly always
         return any(node_storages[0] in storages(source) for source in node.all_input_nodes)
+    # A view of several storages (``split``) must take each of them from one of its sources.
     return bool(node_storages) and set(node_storages).issubset(
         storage for source in node.all_input_nodes for storage in storages(source)
     )
@@ -421,6 +426,7 @@ def viewed(node: fx.Node) -> fx.Node:
     """The base of a view, through any number of views; the node itself if it is not a view."""
     while is_view(node):
         node_storages = set(storages(node))
+        # A view may read sizes besides the tensor; the source that has the memory is followed.
         sources = [source for source in input_nodes(node) if tensor_values(source)]
         node = next((source for source in sources if node_storages & set(storages(source))), sources[0])
     return node
@@ -429,6 +435,7 @@ def viewed(node: fx.Node) -> fx.Node:
 def is_seeded(node: fx.Node) -> bool:
     """Return whether the node draws random numbers from a generator. Attention without dropout draws none."""
     if not has_tag(node.target, torch.Tag.nondeterministic_seeded):
+        # Attention draws numbers only if its dropout is not zero.
         return False
     position = _dropout_position(node.target)
     if position is None:
@@ -497,6 +504,8 @@ def module_paths(node: fx.Node, clean: Callable[[str], str]) -> list[str]:
 
 def saved_values(joint: JointGraph) -> list[fx.Node]:
     """Values that the forward must pass to the backward, in order: forward values and graph inputs that it reads."""
+    # A value is saved if the forward has it (an input counts), and something later reads it, or it is returned as a
+    # gradient itself.
     later = (Phase.RECOMPUTE, Phase.BACKWARD, Phase.WEIGHT)
     tangents = set(joint.tangents)
     returned = {gradient for gradient in joint.gradients if isinstance(gradient, fx.Node)}

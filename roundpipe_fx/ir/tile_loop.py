@@ -142,14 +142,19 @@ class TileLoop:
             total.fill_(result.start) for total, result in zip(made, self.results, strict=True) if result.dim is None
         ]
         for start in range(0, self.rows, self.size):
+            # The last tile may be smaller: 10 rows in 4 tiles are tiles of 3, 3, 3 and 1, and there is a body for each
+            # size.
             rows = min(self.size, self.rows - start)
             tile = [
+                # Operands without the divided dimension are passed whole to every tile.
                 operand if dim is None else operand.narrow(dim, start, rows)
                 for operand, dim in zip(operands, self.dims, strict=True)
             ]
+            # Sums are updated in place by the body; the other parts are returned.
             parts = iter(self.bodies[rows]([*tile, *sums]))
             for whole, result in zip(made, self.results, strict=True):
                 if result.dim is not None:
                     whole.narrow(result.dim, start, rows).copy_(next(parts))
+            # Before the next tile: otherwise two tiles' results would be alive at once.
             del parts
         return tuple(whole.to(result.dtype) for whole, result in zip(made, self.results, strict=True))

@@ -104,6 +104,7 @@ def _returns_nothing(node: fx.Node) -> bool:
 
 
 def _verify_ends(joint: JointGraph, name: str, before: Snapshot) -> None:
+    # Sums are inputs that a pass may add, so only those that were there before are compared.
     kept = [node for node in joint.inputs if not is_sum(node) or node in before.inputs]
     if kept != list(before.inputs):
         raise InvalidGraphError(
@@ -132,6 +133,7 @@ def _wrong_read(joint: JointGraph, node: fx.Node, source: fx.Node) -> str | None
     of_source = source.meta.get(Mark.PHASE)
     if of_source is None:
         return None
+    # An early recomputation may read what the backward of a later stage has made: that runs before it.
     if phase is Phase.RECOMPUTE and of_source in (Phase.BACKWARD, Phase.WEIGHT) and _runs_before(joint, source, node):
         return None
     if _LATER[of_source] > _LATER[phase]:
@@ -163,6 +165,8 @@ def _stage(joint: JointGraph, node: fx.Node) -> int | None:
     """The stage, counted such that the backward runs from the last to the first; RoundPipe's slots are counted on."""
     stage = node.meta.get(Mark.STAGE)
     slots = any(cut.first <= before.last for before, cut in zip(joint.cuts, joint.cuts[1:], strict=False))
+    # With slots the stages of the backward are numbered in the order in which they run, otherwise in that of the
+    # forward. The sign makes both comparable.
     return -stage if stage is not None and slots and node.meta[Mark.PHASE] is not Phase.FORWARD else stage
 
 

@@ -33,12 +33,14 @@ def pack(
         the elements of the sequences step by step, and the number of sequences at each step.
     """
     data, batch_sizes = pack_padded(padded, lengths, batch_first)
+    # A custom operator must not return memory of its operands, as PyTorch's function may.
     return data.clone() if _share_storage(data, padded) else data, batch_sizes
 
 
 @pack.register_fake
 def _(padded: Tensor, lengths: Tensor, batch_first: bool, rows: int | None, steps: int | None) -> tuple[Tensor, Tensor]:
     if rows is None or steps is None:
+        # Data decides how many rows and steps there are: sizes that are known only at run time.
         context = torch.library.get_ctx()
         sizes: tuple[Any, Any] = context.new_dynamic_size(min=1), context.new_dynamic_size(min=1)
     else:
@@ -180,6 +182,7 @@ def _run(
     autocast: torch.dtype | None,
 ) -> list[Tensor]:
     first = tuple(states) if kind == "lstm" else states[0]
+    # Autocast is no part of the graph; the operator enters the state in which it was traced.
     with torch.autocast(data.device.type, autocast, enabled=autocast is not None):
         return list(recurrent_kernel(kind)(data, batch_sizes, first, list(weights), *options))
 
@@ -216,6 +219,7 @@ def _types_under_autocast(
     autocast: torch.dtype,
 ) -> list[torch.dtype]:
     """Dtypes of the results under autocast, found by running one step of one sequence."""
+    # One step of one sequence on fake tensors: kernels decide by themselves which result has which dtype.
     one = [state.new_empty([state.shape[0], 1, state.shape[2]]) for state in states]
     first = tuple(one) if kind == "lstm" else one[0]
     with without_mkldnn(), torch.autocast(data.device.type, autocast), torch.no_grad():
@@ -273,6 +277,7 @@ def recur_backward(
     """
     with autograd_in_kernels():
         wanted = iter(needs)
+        # The forward runs once more, with autograd, and its intermediate results live in this call alone.
         differentiated = [value.detach().requires_grad_(next(wanted)) for value in (data, *states, *weights)]
         count = 1 + len(states)
         options = (biases, layers, 0.0, training, bidirectional)
@@ -281,11 +286,14 @@ def recur_backward(
         )
         leaves = [value for value in differentiated if value.requires_grad]
         totals = zip(leaves, sums or [None] * len(leaves), strict=True)
+        # Gradients that exist already are passed in as the incoming gradient of an identity, so that autograd adds to
+        # them in its own order.
         begun = [(value.view_as(value), total) for value, total in totals if total is not None]
         results += [value for value, _ in begun]  # autograd starts with the last call
         incoming = [*gradients, *(total for _, total in begun)]
         made = torch.autograd.grad(results, leaves, incoming, allow_unused=True, materialize_grads=True)
     return [
+        # The result must not be an operand or another result.
         gradient.clone(memory_format=torch.contiguous_format)
         if _is_taken(gradient, made[:number], incoming)
         else gradient.contiguous()

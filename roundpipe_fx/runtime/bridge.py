@@ -105,6 +105,7 @@ def capture_call(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
         return captured.graph, captured.arguments
     finally:
         _requests.capture = False
+    # Nothing was raised: no compiled forward ran in this call.
     raise NothingCompiled(output)
 
 
@@ -160,6 +161,7 @@ def pipelined(graph: Any, saved: Sequence[Any]) -> Callable[[list[Any]], Any]:
         if _requests.results is None:
             raise RuntimeError("a pipelined graph was called outside of its step.")
         results, check = _requests.results
+        # Once: a second call within the step is not this request's.
         _requests.results = None
         check(graph, arguments)
         arguments.clear()

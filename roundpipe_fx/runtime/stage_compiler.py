@@ -54,8 +54,10 @@ def compile_stages(
     ready = {}
     for module in progress([*modules], "compiling stages"):
         donated: Sequence[int] = ()
+        # In a program that runs in order nothing else reads what dies in a module, so its kernels may overwrite it.
         if in_order and isinstance(compiler, Inductor) and module.phase is not Phase.FORWARD:
             donated = donatable(module.module, computed_inputs(module))
+        # One graph compiled with and without donated inputs is two pieces of code.
         key = f"{module.fingerprint} {donated}" if donated else module.fingerprint
         if key not in cache:
             graph_module = module.module
@@ -91,6 +93,7 @@ def compile_stage(
 
     function = (
         _compiled(graph_module, compiler, failed)
+        # In eager mode there is nothing to specialize; compiled code depends on which inputs arrive expanded.
         if compiler == "eager"
         else by_arrival(graph_module, compiled, COMPILING)
     )
@@ -121,6 +124,7 @@ def _compiled(
     loops = opaque_loops(module, lambda body: _compiled(body, compiler, failed))
     if isinstance(compiler, Inductor):
         try:
+            # A stage that Inductor cannot compile runs eagerly: a slower step is better than none.
             code = torch_private.inductor(module, examples, DECOMPOSITIONS, donated, dict(compiler.options))
         except torch_private.InductorError as error:
             _warn_of_failure(graph_module, error)
@@ -155,6 +159,8 @@ def unboxed(module: fx.GraphModule) -> fx.GraphModule:
 def _boxed(function: Callable[..., Any]) -> Boxed:
     """Box what a compiler returned. A function that is boxed already (``_boxed_call``) is returned as it is."""
     if getattr(function, "_boxed_call", False):
+        # Inductor's functions empty the list of arguments themselves, so that inputs die while they run. Others are
+        # called as usual, and the list is emptied first for the same reason.
         return function
 
     def call(arguments: list[Any]) -> tuple[Any, ...]:

@@ -82,12 +82,14 @@ def offloads_at_distance(
     may: list[Offload] = []
     must: list[Offload] = []
     for device, order in enumerate(schedule.orders):
+        # The position of the first backward: 0 where forwards and backwards alternate, which no offload then crosses.
         turn = backward_start(order, schedule)
         of_batch: dict[int, dict[tuple[int, int], int]] = {}
         for position, (kind, stage, batch) in enumerate(order.tolist()):
             of_batch.setdefault(batch, {})[kind, stage] = position
         for batch, positions in of_batch.items():
             of_this = others.get(batch, costs)
+            # Microbatches of another size have costs of their own.
             for held in of_this.held:
                 maker = positions.get((KINDS.index(held.maker[0]), held.maker[1]))
                 if maker is None or not held.values or held.lasts:
@@ -95,13 +97,20 @@ def offloads_at_distance(
                 readers = [(KINDS.index(kind), stage) for kind, stage in held.readers]
                 if schedule.forwards_before_backwards and any(reader not in positions for reader in readers):
                     continue
+                # All actions of this device that use the value, in order: between any two of them it may be away.
                 uses = sorted({maker, *(positions[reader] for reader in readers if reader in positions)})
                 for last, following in pairwise(uses):
+                    # Each copy overlaps with `overlapped` actions, and between the copies at least one action must see
+                    # the memory free: ``2·overlapped + 2 ≤ following - last``.
                     most = (following - last - 2) // 2
+                    # Where a loss outside stands between the halves, the copy to the host ends before it, and the copy
+                    # back begins after it.
                     if last < turn <= following:
                         most = min(most, turn - last - 1, following - turn)
                     wanted = held.values[0][0] in of_this.wanted_on_host
                     must_leave = wanted and order[last, 0] == _FORWARD != order[following, 0]
+                    # Not so many actions lie between the uses: the offload at this distance is left out, unless the
+                    # plan counts on it.
                     if most < 0 or (distance > most and not must_leave):
                         continue
                     overlapped = min(distance, most)
@@ -133,11 +142,14 @@ def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], taken: Cal
         for _, size in offload.values:
             change = changes.setdefault((offload.device, size), Counter())
             change[offload.leaves] += 1
+            # The buffer is free again after the action before which the value is back.
             change[offload.back + 1] -= 1
     bytes_of = [0] * len(lengths)
     for (device, size), change in changes.items():
         levels = np.zeros(lengths[device] + 1, dtype=np.int64)
         for position, count in change.items():
+            # Starts minus ends, summed up: how many values are on the host before each action. The peak is the number
+            # of buffers.
             levels[position] += count
         bytes_of[device] += int(np.cumsum(levels).max()) * taken(size)
     return bytes_of

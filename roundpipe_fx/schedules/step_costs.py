@@ -117,6 +117,7 @@ class StepCosts:
         """
         if self.on_host is None:
             return [[] for _ in codes]
+        # The same filter for both: only tensors on the host have windows; the others are on the device all the time.
         reads, gradients = (
             [{number: size for number, size in of.get(step, {}).items() if number in self.on_host} for step in steps]
             for of in (self.copied_bytes, self.base_bytes)
@@ -149,12 +150,15 @@ class StepCosts:
         orders = device_orders(schedule)
         late = late_gradients(orders, self.base_bytes)
         whole = self.sharded.whole_bytes if self.sharded is not None else {}
+        # What is reduced is the whole gradient, though the device keeps a share of it afterwards.
         gradients = {
             step: {number: whole.get(number, size) for number, size in of_step.items()}
             for step, of_step in self.base_bytes.items()
         }
         buckets = [buckets_of(order.steps, gradients, late) for order in orders]
         for order, device_buckets in zip(orders, buckets, strict=True):
+            # Gradients that are complete only at the end, since several devices add to them, form a bucket of their own
+            # after the last action.
             added = [gradients.get(step, {}).items() for step in set(order.steps)]
             sizes = {number: size for of_step in added for number, size in of_step if number in late}
             if sizes:

@@ -112,6 +112,7 @@ def conjugates_resolved() -> Iterator[None]:
     PyTorch calls a mode with the fallback for conjugated and negated views switched off. A kernel that makes such views
     and computes with them, as that of ``pinv`` does, would take them for what they are views of.
     """
+    # Only keys that are excluded now are included again and excluded at the end: nested calls restore what they found.
     excluded = [key for key in _LAZY if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
     for key in excluded:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
@@ -137,6 +138,7 @@ def with_harmless_checks(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]
         nonlocal checked
         if checked:
             return run(arguments)
+        # Another mode, or none: it is not AOTAutograd's checking call.
         if type(_get_current_dispatch_mode()).__name__ != "_AnalyzeCustomOpInputOutputMode":
             return run(arguments)
         checked = True
@@ -163,6 +165,8 @@ class _Harmless(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with conjugates_resolved():
             result = self._mode.__torch_dispatch__(func, types, args, kwargs)
+            # Refused because of a plain subclass: the operation is run without the check, as it would be outside the
+            # mode.
             if result is NotImplemented and not any(map(_dispatches, types)):
                 result = func(*args, **(kwargs or {}))
         return result

@@ -48,13 +48,16 @@ def gathered_bytes(model: nn.Module) -> int:
         0 for a model that is not sharded.
     """
     states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
+    # One entry each, so that ``max`` has a value without groups.
     stay, buffers, in_use, reduced, kept = [0], [0], [0], [0], [0]
     for group in (group for state in states for group in _groups(state)):
         parameters = sum(_bytes(parameter, None) for parameter in group.fsdp_params)
         reducing = sum(_bytes(parameter, group._reduce_dtype) for parameter in group.fsdp_params)
+        # Each rank keeps its share of the reduced gradients.
         results = reducing // max(getattr(group.mesh_info, "shard_mesh_size", 1), 1)
         # Gloo reduces a copy. Gradients are freed once they are copied in.
         copies = 2 if group.mesh_info.mesh.device_type == "cpu" else 1
+        # Beyond the gradients themselves, which are counted elsewhere with as many bytes as the gathered parameters.
         beyond = max(reducing, copies * reducing + results - parameters)
         kept.append(max(results - parameters, 0))
         if group._reshard_after_forward:
@@ -63,6 +66,7 @@ def gathered_bytes(model: nn.Module) -> int:
         else:
             stay.append(parameters)
             buffers.append(max(parameters, beyond - parameters))
+    # Two in use: the group whose layers run, and the next one that is gathered meanwhile.
     return sum(stay) + max(buffers) + 2 * max(in_use) + max(reduced) + sum(kept)
 
 
@@ -72,6 +76,7 @@ def parts_sharded_alone(model: nn.Module) -> list[str]:
 
 
 def _groups(state: Any) -> Iterable[Any]:
+    # Later releases of PyTorch allow several groups for a module.
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return several
@@ -135,6 +140,7 @@ def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
     fields = vars(optimizer)
     hooks = (fields["_optimizer_step_pre_hooks"], fields["_optimizer_step_post_hooks"])
     replaced = fields.get("step")
+    # A learning rate scheduler wraps `step` to count calls, which changes nothing in what it does.
     return any(hooks) or (replaced is not None and not getattr(replaced, "_wrapped_by_lr_sched", False))
 
 

@@ -40,6 +40,8 @@ def keep_users_exceptions(
         return function(*args, **kwargs)
     except Unsupported as error:
         raised = _raised_on_fakes(function, modules, args, kwargs)
+        # Dynamo refused the call for a reason of its own, and the run on fake tensors raised inside PyTorch: the user
+        # gets Dynamo's error.
         if raised is None or not (str(error).startswith(_OF_THE_CALL) or _is_of_user(raised)):
             raise
     try:
@@ -79,6 +81,7 @@ def _raised_on_fakes(
         except unknown:
             return None
         except Exception as error:
+            # An error about fake tensors is ours, not the model's.
             return None if _OF_FAKES in str(error) else error
     return None
 
@@ -102,6 +105,7 @@ def _replaced(modules: Collection[nn.Module], replacement: Callable[[Any], Any])
         yield
     finally:
         for attributes, before in kept:
+            # Only what the replacement or the run has changed is restored.
             if any(attributes.get(name) is not value for name, value in before.items()) or len(attributes) != len(
                 before
             ):

@@ -82,6 +82,8 @@ def proportional(nodes: Iterable[fx.Node], to: Collection[fx.Node]) -> frozenset
     Returns:
         those that are; the others do not depend on it. ``None`` if one depends on it in another way, or nobody knows.
     """
+    # In topological order each node's kind follows from those of its operands: f is proportional to g if f(c·g) =
+    # c·f(g).
     linear: dict[fx.Node, bool] = dict.fromkeys(to, True)
     for node in nodes:
         if node in linear:
@@ -102,21 +104,28 @@ def _kind(node: fx.Node, proportional: Mapping[fx.Node, bool]) -> bool | None:
     count = sum(is_proportional(source) for source in input_nodes(node))
     if not count:
         return False
+    # An item of a tuple: its tuple was found proportional, as all items of it are.
     if node.target is operator.getitem:
         return True
     packet = getattr(node.target, "overloadpacket", None)
     if packet in _IN_FIRST:
+        # Proportional in the first operand alone: ``nll_loss_backward(g, …)`` is g times what the others give. Rounded
+        # division is not.
         fits = count == 1 and is_proportional(node.args[0]) and node.kwargs.get("rounding_mode") is None
         fits = fits and all(value.is_floating_point() or value.is_complex() for value in tensor_values(node))
+        # Filled with zero only: ``c·0 = 0``, and any other number would not grow with the gradient.
         if packet is aten.masked_fill:
             fits = fits and isinstance(node.args[2], (int, float)) and node.args[2] == 0
         return True if fits else None
     if packet in _PRODUCTS:
+        # ``g·a`` is proportional, ``g·g`` is quadratic.
         return True if sum(is_proportional(operand) for operand in node.args[:2]) == 1 else None
     if packet in _SUMS:
         operands = node.args[0] if packet in (aten.cat, aten.stack) else node.args[:2]
+        # ``g + h`` is proportional if both are; ``g + 1`` is not.
         return True if all(is_proportional(one) for one in operands) else None  # type: ignore[union-attr]
     if packet in _CHOICES:
+        # The condition may be anything that does not depend on g; both branches must be proportional, or zero.
         return True if all(is_proportional(one) or _is_zero(one) for one in node.args[1:]) else None
     if packet in _SCATTERS:
         written = node.args[3] if not node.kwargs else None

@@ -68,6 +68,7 @@ def checkpoint(
         torch.utils.checkpoint.CheckpointError: in the backward, when recomputation differs from the first pass.
         ValueError: an option has an unknown value.
     """
+    # Only what differs from the default is passed, so that Dynamo traces a plain call in most cases.
     options: dict[str, Any] = {}
     if not preserve_rng_state:
         options["preserve_rng_state"] = False
@@ -79,6 +80,7 @@ def checkpoint(
         options["debug"] = True
     if not early_stop:
         options["early_stop"] = False
+    # Tracing: Dynamo knows PyTorch's function, and would break the graph at the record of passes below.
     if torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -88,6 +90,7 @@ def checkpoint(
             "roundpipe_fx.checkpoint is always non-reentrant; use_reentrant=True has no effect. Leave it out.",
             stacklevel=2,
         )
+    # Without gradients nothing is recomputed, so there is no second pass to tell from the first.
     if not torch.is_grad_enabled():
         return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
     run = functools.partial(_run, function, enter_layer(_name(function)))
@@ -126,6 +129,7 @@ def checkpoint_sequential(
     if not 1 <= segments <= len(chain):
         raise ValueError(f"segments={segments}: it must be between 1 and the number of functions, {len(chain)}.")
     size = len(chain) // segments
+    # As PyTorch does: all segments but the last are checkpointed, since the last one's backward follows at once.
     for start in range(0, size * (segments - 1), size):
         run = functools.partial(_run_chain, chain[start : start + size])
         input = checkpoint(run, input, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)

@@ -35,8 +35,11 @@ def measure_layers(layers: SequenceOf[nn.Module], value: Any, device: torch.devi
     forward, backward, boundary, saved, temporary, backward_temporary = [], [], [_bytes(value)], [0], [], []
     with _left_alone(layers, device):
         for layer in layers:
+            # Each layer is measured alone: its input is cut off from the layers before it.
             value = _detached(value)
             with torch.enable_grad():
+                # Seconds first: they run the layer several times, and what it allocates once is there when memory is
+                # measured.
                 forward.append(_seconds(functools.partial(layer, value), device))
                 with measure_peak(device) as ran:
                     result = layer(value)
@@ -47,22 +50,28 @@ def measure_layers(layers: SequenceOf[nn.Module], value: Any, device: torch.devi
                 outputs = [leaf for leaf in _floats(result) if leaf.requires_grad]
                 inputs = [leaf for leaf in _floats(value) if leaf.requires_grad]
                 parameters = [p for p in layer.parameters() if p.requires_grad]
+                # Ones as incoming gradients: their values change nothing in time or memory.
                 seeds = [torch.ones_like(output) for output in outputs]
                 wanted = (*inputs, *parameters)
                 differentiate = functools.partial(torch.autograd.grad, outputs, wanted, seeds, allow_unused=True)
                 differentiable = bool(outputs and wanted)
+                # The graph is needed once more, for the memory of a backward that frees it.
                 again = functools.partial(differentiate, retain_graph=True)
                 backward.append(_seconds(again, device) if differentiable else 0.0)
                 with measure_peak(device) as ran:
                     if differentiable:
                         differentiate()
+                # The gradient of the input is counted as a boundary of the chain.
                 backward_temporary.append(max(ran.bytes - boundary[-2], 0))
             value = result
     gradients = [sum(p.numel() * p.element_size() for p in layer.parameters() if p.requires_grad) for layer in layers]
     accumulated = 0
+    # A parameter's gradient is made in its layer's backward and stays: it counts in the backward of every layer before.
     for index in reversed(range(len(layers))):
         backward_temporary[index] += accumulated
         accumulated += gradients[index]
+        # A forward that is recomputed in the backward runs when gradients of later layers are there already; its own
+        # are counted, too.
         temporary[index] += sum(gradients[index:])
     return Chain(
         forward=tuple(forward),

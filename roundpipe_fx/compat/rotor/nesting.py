@@ -84,6 +84,7 @@ class _SequenceReader:
         items: list[Kept | Rerun] = []
         at = first
         while at <= last:
+            # The loss ends the forward of the whole sequence; what follows are backwards.
             if at == self._loss:
                 self._take(Loss())
                 break
@@ -92,6 +93,8 @@ class _SequenceReader:
                 items.append(Kept(at))
                 at += 1
                 continue
+            # ``ForwardCheck`` saves the input of a run, ``ForwardNograd`` continues it without saving: together they
+            # are a checkpoint.
             self._take(ForwardCheck(at))
             until = at + 1
             while self._next() == ForwardNograd(until):
@@ -99,6 +102,8 @@ class _SequenceReader:
                 until += 1
             items.append(Rerun(at, until - 1, ()))
             at = until
+        # Backwards come in reverse order. Before the backward of a run its layers run again, as a sequence of their
+        # own: that is the recursion.
         for position, item in reversed(list(enumerate(items))):
             if isinstance(item, Kept):
                 self._take(Backward(item.index))
