@@ -77,8 +77,8 @@ def compile(
             one device: ``"held"`` (``outputs = model(**batch)``), ``"dropped"`` (``loss = model(**batch).loss``), or
             ``"auto"``: as steps show; until one has, held, or, where the budget cannot be met so, dropped. Plans count
             what is held; the plan says what it assumes.
-        cost: how operations are priced: ``"roofline"`` (modelled, always the same) or ``"measured"`` (timed on the
-            device once, kept on disk).
+        cost: how operations are priced: ``"roofline"`` (modelled, with rates of a table, or of a CUDA device that is
+            calibrated once) or ``"measured"`` (each timed on the device once, kept on disk).
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
             ``None``: eager on the CPU, Inductor on CUDA. A stage that Inductor cannot compile runs eagerly, with a
             warning, and the next plan is made for eager stages.

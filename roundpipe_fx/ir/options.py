@@ -82,8 +82,8 @@ class Options:
             in bytes cannot be met otherwise. ``"auto"``: wherever it pays. ``"never"``.
         host_budget: bytes of the host's memory that values of a model on devices may take, where that makes a step
             within a budget shorter; 0: none leave. ``None``: 80 % of what is available.
-        cost: ``"roofline"``: modelled, always the same for the same graph. ``"measured"``: every distinct operation is
-            timed on the device once and kept on disk.
+        cost: ``"roofline"``: modelled, always the same for the same graph and rates. ``"measured"``: every distinct
+            operation is timed on the device once and kept on disk.
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
             ``None``: eager on the CPU, Inductor on CUDA.
         inductor_options: names and values of Inductor's settings, for stages that it compiles.

@@ -165,7 +165,8 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
     if has_host(setting, pipelining):
         # Each flag adds a resource to the simulation: a link to the host, weights on the host, messages between
         # processes, a network of nodes, replicas.
-        costs = dataclasses.replace(costs, host_bandwidth=pipelining.host_bandwidth(setting.costs.host))
+        bandwidth = pipelining.host_bandwidth(setting.costs.host)
+        costs = dataclasses.replace(costs, host_bandwidth=bandwidth, both_ways=setting.costs.both_ways)
     if pipelining.offloaded:
         costs = dataclasses.replace(costs, on_host=lowered.parameters)
     if pipelining.over_processes:

@@ -69,6 +69,7 @@ class StepCosts:
             residency windows (:mod:`roundpipe_fx.schedules.residency`). The caller's other tensors are on its device.
             ``None``: the model is not offloaded.
         host_bandwidth: bytes per second between the host and a device; ``None``: nothing is copied between them.
+        both_ways: share of ``host_bandwidth`` that each direction has while both are busy.
         wanted_on_host: numbers of values that leave from the forward to the backward whether or not there is room for
             them; those of one ``held`` are all among them, or none is.
         gradients_everywhere: whether each device gets all gradients at the end of a step, not only its own.
@@ -97,6 +98,7 @@ class StepCosts:
     remote: frozenset[int] = frozenset()
     on_host: frozenset[int] | None = None
     host_bandwidth: float | None = None
+    both_ways: float = 1.0
     wanted_on_host: frozenset[int] = frozenset()
     gradients_everywhere: bool = False
     outputs_everywhere: bool = False

@@ -134,7 +134,7 @@ def simulate_time(
     link = None
     if costs.on_host is not None or offloads:
         assert costs.host_bandwidth is not None
-        link = HostLink(windows, lengths, costs.host_bandwidth, offloads)
+        link = HostLink(windows, lengths, costs.host_bandwidth, offloads, costs.both_ways)
     replicas = None
     if costs.data_parallel is not None:
         gathers = costs.gathers(schedule, kept)

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from roundpipe_fx.analysis.cost import DEVICES
 from roundpipe_fx.ir.joint_graph import Mark, Phase
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.fuse_costs import fuse_costs
@@ -33,6 +34,28 @@ def test_what_is_fused_costs_what_it_adds() -> None:
     assert after["exp"] == 0.0
     assert 0 < after["cos"] < before["cos"]
     assert all(after[name] == before[name] for name in after if "mm" in name)
+
+
+def test_on_a_gpu_a_norm_reads_and_writes_once() -> None:
+    rows, width = 4096, 2048
+    norm = nn.RMSNorm(width, eps=1e-6).bfloat16()
+    h200 = DEVICES["H200"]
+    joint = annotate(capture_joint(norm, torch.empty(rows, width, dtype=torch.bfloat16, requires_grad=True)), h200)
+    fuse_costs(joint, h200)
+    forward = sum(node.meta[Mark.SECONDS] for node in joint.in_phase(Phase.FORWARD))
+    once = h200.seconds(0, 2 * 2 * rows * width)
+    assert once <= forward <= once + 4 * h200.overhead
+
+
+def test_on_a_gpu_a_softmax_of_long_rows_reads_them_twice() -> None:
+    h200 = DEVICES["H200"]
+    for classes, reads in ((1 << 10, 1), (1 << 17, 2)):
+        logits = torch.empty(1 << 24 >> (classes.bit_length() - 1), classes, dtype=torch.bfloat16, requires_grad=True)
+        joint = annotate(capture_joint(lambda x: F.log_softmax(x.float(), -1), logits), h200)
+        fuse_costs(joint, h200)
+        seconds = sum(node.meta[Mark.SECONDS] for node in joint.in_phase(Phase.FORWARD))
+        expected = (2 * reads + 4) * logits.numel() / h200.bandwidth
+        assert expected <= seconds <= expected + 3 * h200.overhead
 
 
 FUSED = """\

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_fx.schedules import ActionKind, Schedule, StepCosts, chain, gpipe, one_f_one_b, simulate_time
+from roundpipe_fx.schedules import (
+    ActionKind,
+    Schedule,
+    StageGraph,
+    StepCosts,
+    Timing,
+    chain,
+    gpipe,
+    one_f_one_b,
+    simulate_time,
+)
 from roundpipe_fx.schedules.residency import resident, window_ranges
 from roundpipe_fx.schedules.timetable import NUMBER
 
@@ -120,3 +132,29 @@ def test_a_device_with_one_stage_has_its_weights_all_the_time() -> None:
     assert timing.peak_bytes == (200, 200) and timing.host_to_device_bytes == 200
     without = simulate_time(one_f_one_b(2, 2, 4), chain(2), StepCosts(seconds=dict.fromkeys(steps, 1.0))).makespan
     assert timing.makespan == without + 2  # weights come before, gradients leave after
+
+
+def test_a_copy_is_slower_while_the_other_direction_is_busy() -> None:
+    """Three windows of one action. The weights of the third come while gradients of the first leave."""
+    steps = [(ActionKind.BACKWARD, stage) for stage in range(3)]
+    graph = StageGraph({step: tuple(steps[:place]) for place, step in enumerate(steps)})
+    costs = StepCosts(
+        seconds=dict.fromkeys(steps, 1.0),
+        copied_bytes={step: {stage: 10} for stage, step in enumerate(steps)},
+        base_bytes={step: {stage: 10} for stage, step in enumerate(steps)},
+        on_host=frozenset(range(3)),
+        host_bandwidth=2.5,
+    )
+    schedule = Schedule.parse("0: B0.0 B1.0 B2.0")
+    alone = simulate_time(schedule, graph, costs)
+    both = simulate_time(schedule, graph, dataclasses.replace(costs, both_ways=0.5))
+
+    def spans(timing: Timing) -> list[tuple[bool, float, float]]:
+        return [(copy.to_host, copy.start, copy.end) for copy in sorted(timing.window_copies, key=lambda c: c.start)]
+
+    weights = [(False, 0.0, 4.0), (False, 4.0, 8.0), (False, 8.0, 12.0)]
+    assert sorted(spans(alone)) == [*weights, (True, 5.0, 9.0), (True, 9.0, 13.0), (True, 13.0, 17.0)]
+    # The gradients that leave at 5 s have half of the rate until the last weights have come, at 12 s. Their memory is
+    # free then only, so the last action begins later, too.
+    assert sorted(spans(both)) == [*weights, (True, 5.0, 12.5), (True, 12.5, 16.5), (True, 16.5, 20.5)]
+    assert (alone.makespan, both.makespan) == (17.0, 20.5)

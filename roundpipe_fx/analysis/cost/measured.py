@@ -79,6 +79,11 @@ class MeasuredCosts:
         """Bytes per second between the device and the host."""
         return self.roofline.host
 
+    @property
+    def both_ways(self) -> float:
+        """The share of ``host`` that each direction has while both are busy."""
+        return self.roofline.both_ways
+
     def seconds(self, flops: int, traffic: int, dtype: torch.dtype = torch.float32) -> float:
         """Modelled seconds, for work that is not a single operation."""
         return self.roofline.seconds(flops, traffic, dtype)

@@ -32,7 +32,11 @@ class CostModel(Protocol):
 
     @property
     def host(self) -> float:
-        """Bytes per second between the device and the host."""
+        """Bytes per second between the device and the host, in one direction at a time."""
+
+    @property
+    def both_ways(self) -> float:
+        """The share of ``host`` that each direction has while both are busy."""
 
     def seconds(self, flops: int, traffic: int, dtype: torch.dtype = ...) -> float:
         """Modelled seconds of ``flops`` floating-point operations that read and write ``traffic`` bytes."""

@@ -194,25 +194,22 @@ def roofline_of(device: torch.device, name: str | None = None) -> Roofline:
         device: the device.
         name: name of a device in the table to model instead of ``device``.
     """
+    reported = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
     if name is None:
-        name = _name_of(device)
+        like = next((known for known in ARCHITECTURES if known in reported), "A100")
+        name = "cpu" if device.type in ("cpu", "meta") else like
+        reported = "" if name in reported else reported
+    else:
+        reported = ""
     roofline = DEVICES[name]
     matmul = torch.backends.cuda.matmul
     tf32, half_sums = matmul.fp32_precision == "tf32", matmul.allow_fp16_accumulation
     if name in ARCHITECTURES and (tf32 or half_sums):
         other = _gpu(name, *ARCHITECTURES[name], tf32=tf32, half_sums=half_sums)
-        return replace(roofline, flops=other.flops, rates=other.rates)
+        roofline = replace(roofline, flops=other.flops, rates=other.rates)
+    if reported and name in ARCHITECTURES:
+        roofline = replace(roofline, rates=f"{roofline.rates}, which the {reported} is taken to be like")
     return roofline
-
-
-def _name_of(device: torch.device) -> str:
-    """Name in the table of a device, or of one that it is taken to be like."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        reported = torch.cuda.get_device_name(device)
-        for name in ARCHITECTURES:
-            if name in reported:
-                return name
-    return "cpu" if device.type in ("cpu", "meta") else "A100"
 
 
 # What PyTorch's flop counter does not know, with what takes the same arguments: the CPU's attention, sums of products.

@@ -192,6 +192,7 @@ def test_the_step_is_modelled_as_it_was_measured(parts: dict[str, Part]) -> None
         base_bytes={step: read for step, read in numbers.items() if step[0] is ActionKind.BACKWARD},
         on_host=frozenset(number for read in numbers.values() for number in read),
         host_bandwidth=DEVICES["H200"].host,
+        both_ways=DEVICES["H200"].both_ways,
     )
     makespan = simulate_time(schedule, graph, costs).makespan
     print(f"{makespan:.3f} s modelled, {MEASURED_SECONDS} s measured")
