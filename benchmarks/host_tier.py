@@ -14,7 +14,7 @@ import torch
 
 import roundpipe_fx
 from benchmarks.models import llama_1b, llama_8b
-from benchmarks.side_by_side import fresh, report
+from benchmarks.side_by_side import fresh, rates_of, report
 
 _CASES = (
     ("Llama 3.2 1B", "RTX 4090", 4, None),
@@ -32,7 +32,9 @@ _MODELS = {"Llama 3.2 1B": llama_1b, "Llama 3.1 8B": llama_8b}
 
 def main() -> None:
     rows = [planned(*case) for case in fresh(_CASES)]
-    report("host_tier", "recomputation within what the device has beside the weights", rows)
+    devices = sorted({device for _, device, *_ in _CASES})
+    title = "recomputation within what the device has beside the weights"
+    report("host_tier", title, rows, rates_of(*devices))
 
 
 def planned(name: str, device: str, count: int, microbatches: int | None) -> dict[str, Any]:

@@ -2,10 +2,15 @@
 
 python -m benchmarks.offloaded [name of a case …]
 
-Models in bfloat16 on the meta device, planned for one RTX 4090 while they stay on the CPU. Figures are of the
-simulator; its assumptions are printed first. A step is held against its own operations run once, with nothing
-recomputed and nothing waited for, and against what RoundPipe publishes for one RTX 4090: the longest sequence that it
-trains, and the most tokens a second.
+Models on the meta device, planned for one RTX 4090 while they stay on the CPU. Figures are of the simulator; the rates
+that it assumes are printed first, and stored. A step is held against its own operations run once, with nothing
+recomputed and nothing waited for.
+
+RoundPipe publishes tokens a second for one RTX 4090, of sequences of 2,048 tokens in float16 whose products sum in
+float16, with an optimizer's step that is applied one step late. Only cases of such sequences stand beside them, in
+float16 with such sums (``torch.backends.cuda.matmul.allow_fp16_accumulation``): forward and backward, without an
+optimizer, so that a late step and a synchronous one are the same. Long sequences, up to the longest that RoundPipe
+trains, have no published counterpart: of them only the length is.
 """
 
 from __future__ import annotations
@@ -22,14 +27,13 @@ from torch import nn
 
 import roundpipe_fx
 from benchmarks.models import llama_8b
-from benchmarks.side_by_side import console, fresh, report
-from roundpipe_fx.analysis.cost import DEVICES
+from benchmarks.side_by_side import console, fresh, rates_of, report
 
 _DEVICE = "RTX 4090"
 
 
 def _qwen3(width: int, inner: int, layers: int, heads: int, tied: bool) -> nn.Module:
-    """A Qwen3 in bfloat16, on the meta device."""
+    """A Qwen3 on the meta device."""
     config = transformers.Qwen3Config(
         hidden_size=width,
         intermediate_size=inner,
@@ -42,7 +46,7 @@ def _qwen3(width: int, inner: int, layers: int, heads: int, tied: bool) -> nn.Mo
         use_cache=False,
     )
     with torch.device("meta"):
-        return transformers.Qwen3ForCausalLM(config).bfloat16()
+        return transformers.Qwen3ForCausalLM(config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +57,18 @@ class _Case:
         make: makes the model.
         microbatches: how many sequences, each a microbatch.
         tokens: of a sequence.
-        published: tokens a second that RoundPipe publishes for the model.
+        published: tokens a second that RoundPipe publishes for such sequences; ``None``: it publishes none.
     """
 
     make: Callable[[], nn.Module]
     microbatches: int
     tokens: int
-    published: int
+    published: int | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model: RoundPipe's, where that is beside it."""
+        return torch.bfloat16 if self.published is None else torch.float16
 
 
 def _qwen3_2b() -> nn.Module:
@@ -71,31 +80,32 @@ def _qwen3_32b() -> nn.Module:
 
 
 _CASES = {
-    "Llama-3.1-8B, 2 × 4 K": _Case(make=llama_8b, microbatches=2, tokens=4096, published=3142),
-    "Llama-3.1-8B, 16 × 4 K": _Case(make=llama_8b, microbatches=16, tokens=4096, published=3142),
-    "Llama-3.1-8B, 49 K": _Case(make=llama_8b, microbatches=1, tokens=49 * 1024, published=3142),
-    "Qwen3-1.7B, 73 K": _Case(make=_qwen3_2b, microbatches=1, tokens=73 * 1024, published=8881),
-    "Qwen3-32B, 28 K": _Case(make=_qwen3_32b, microbatches=1, tokens=28 * 1024, published=740),
+    "Qwen3-1.7B, 16 × 2 K": _Case(make=_qwen3_2b, microbatches=16, tokens=2048, published=8881),
+    "Llama-3.1-8B, 16 × 2 K": _Case(make=llama_8b, microbatches=16, tokens=2048, published=3142),
+    "Qwen3-32B, 16 × 2 K": _Case(make=_qwen3_32b, microbatches=16, tokens=2048, published=740),
+    "Llama-3.1-8B, 16 × 4 K": _Case(make=llama_8b, microbatches=16, tokens=4096),
+    "Llama-3.1-8B, 49 K": _Case(make=llama_8b, microbatches=1, tokens=49 * 1024),
+    "Qwen3-1.7B, 73 K": _Case(make=_qwen3_2b, microbatches=1, tokens=73 * 1024),
+    "Qwen3-32B, 28 K": _Case(make=_qwen3_32b, microbatches=1, tokens=28 * 1024),
 }
 
 
 def main() -> None:
-    roofline = DEVICES[_DEVICE]
-    console.print(
-        f"{_DEVICE}: {roofline.flops[torch.bfloat16] / 1e12:.0f} TFLOP/s attained in bfloat16, "
-        f"{roofline.bandwidth / 1e9:.0f} GB/s of memory, {roofline.host / 1e9:.0f} GB/s to the host and from it"
-    )
+    rates = rates_of(_DEVICE)
+    console.print(rates)
     names = sys.argv[1:] or list(_CASES)
-    report("offloaded", f"Models on the CPU, trained on one {_DEVICE}", [_planned(name) for name in fresh(names)])
+    rows = [_planned(name) for name in fresh(names)]
+    report("offloaded", f"Models on the CPU, trained on one {_DEVICE}", rows, rates)
 
 
 def _planned(name: str) -> dict[str, Any]:
     case = _CASES[name]
-    model = case.make()
+    model = case.make().to(case.dtype)
     tokens = torch.empty(case.microbatches, case.tokens, dtype=torch.long, device="meta")
     began, busy = time.perf_counter(), time.process_time()
-    row: dict[str, Any] = {"case": name}
+    row: dict[str, Any] = {"case": name, "dtype": str(case.dtype).removeprefix("torch.")}
     try:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = case.published is not None
         plan = roundpipe_fx.plan(
             model,
             input_ids=tokens,
@@ -105,7 +115,7 @@ def _planned(name: str) -> dict[str, Any]:
             num_microbatches=case.microbatches,
         )
     except roundpipe_fx.InfeasibleBudgetError as error:
-        row |= dict.fromkeys(("peak GiB", "host GiB", "sent GiB", "in tiles", "modelled s", "tokens/s"))
+        row |= dict.fromkeys(("rates", "peak GiB", "host GiB", "sent GiB", "in tiles", "modelled s", "tokens/s"))
         row |= {"peak GiB": error.minimum / 2**30, "tokens/s": "does not fit"}
         row |= dict.fromkeys(("recomputing and waiting for nothing", "RoundPipe tokens/s"))
     else:
@@ -114,6 +124,7 @@ def _planned(name: str) -> dict[str, Any]:
         count = case.microbatches * case.tokens
         once = case.microbatches * sum(own.forward_seconds + own.backward_seconds for own in plan.stages)
         row |= {
+            "rates": plan.rates,
             "peak GiB": max(pipeline.peak_bytes) / 2**30,
             "host GiB": plan.host_bytes / 2**30,
             "sent GiB": pipeline.sent_bytes / 2**30,
@@ -121,7 +132,7 @@ def _planned(name: str) -> dict[str, Any]:
             "modelled s": pipeline.makespan,
             "tokens/s": round(count / pipeline.makespan),
             "recomputing and waiting for nothing": round(count / once),
-            "RoundPipe tokens/s": case.published,
+            "RoundPipe tokens/s": case.published or "",
         }
     console.print(row)
     return row | {"CPU s to plan": time.process_time() - busy, "s to plan": time.perf_counter() - began}

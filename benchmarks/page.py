@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.tables import tables
+from benchmarks.markdown import table
 from benchmarks.plots import PLOTS
 from benchmarks.side_by_side import RESULTS
 
@@ -118,6 +120,13 @@ _PARTS = (
         "A model so small that only the way into and out of it takes time.",
     ),
     _Part(
+        "stage_overhead",
+        "Many stages",
+        "benchmarks.stage_overhead",
+        "A decoder of 12 layers, at batch 1 and so small that only what the host does takes time, with a stage a "
+        "layer, beside the same step in one piece.",
+    ),
+    _Part(
         "before",
         "Beside an earlier version",
         "benchmarks.before",
@@ -151,7 +160,7 @@ _PARTS = (
     ),
     _Part(
         "pipeline_bubble",
-        "Simulated bubbles",
+        "Simulated bubbles (modelled)",
         "benchmarks.pipeline",
         "The simulator beside the closed form, for stages that take equally long.",
     ),
@@ -184,22 +193,22 @@ _PARTS = (
     ),
     _Part(
         "pipeline_heavy_head",
-        "A heavy head",
+        "A heavy head (modelled)",
         "benchmarks.pipeline",
         "A language model whose head is its heaviest stage, over eight simulated devices.",
         (("heavy_head.svg", "Modelled seconds of a step and highest peak of a device, by schedule"),),
     ),
     _Part(
         "pipeline_waits",
-        "Waits that are filled",
+        "Waits that are filled (modelled)",
         "benchmarks.pipeline",
         "Recomputation that runs while a device waits for a gradient.",
     ),
     _Part(
         "published",
-        "Published runs",
+        "Published runs (modelled)",
         "benchmarks.published",
-        "Planned, not run, at the vendor's peak rates, beside what torchtitan publishes for H100s "
+        "Planned, not run, beside what torchtitan publishes for H100s "
         "(https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, "
         "without float8) and for A100s with FSDP alone "
         "(https://github.com/pytorch/torchtitan/blob/main/docs/performance.md). Nothing was fitted. Those H100s have "
@@ -211,9 +220,9 @@ _PARTS = (
     ),
     _Part(
         "published_parallel",
-        "Published runs with tensor parallelism",
+        "Published runs with tensor parallelism (modelled)",
         "benchmarks.published_parallel",
-        "Planned, not run, at the vendor's peak rates, with layers shared out by eight devices: replicas × groups "
+        "Planned, not run, with layers shared out by eight devices: replicas × groups "
         "in a pipeline × 8. Llama are torchtitan's runs on H100s, tables 4 and 5 of the page above, with float8, "
         "where plans are for bfloat16; the microbatches of 405B are the default of that time. GPT are Megatron's "
         "on A100s: https://arxiv.org/abs/2205.05198, with sequence parallelism and selective recomputation; where "
@@ -239,7 +248,7 @@ _PARTS = (
     ),
     _Part(
         "tiling_vocabulary",
-        "Loss heads in tiles of their words",
+        "Loss heads in tiles of their words (modelled)",
         "benchmarks.tiling_vocabulary",
         "Planned, not run: the norm, the linear layer and the loss that a model ends with, in bfloat16 with float32 "
         "logits. The least memory that tiles of rows reach, and what tiles of words reach; seconds of the step there. "
@@ -265,15 +274,20 @@ _PARTS = (
     ),
     _Part(
         "offloaded",
-        "Models on the host",
+        "Models on the host (modelled)",
         "benchmarks.offloaded",
-        "Planned, not run: at 165 TFLOP/s in bfloat16, 1,008 GB/s of memory, and 25 GB/s to the host and from it. "
-        "Attention has the kernel's causal mask, as where nothing is traced. Recomputing and waiting for nothing is "
-        "the bound for these operations.",
+        "Planned, not run: forward and backward, without an optimizer. Attention has the kernel's causal mask, as "
+        "where nothing is traced. *Recomputing and waiting for nothing*: these operations at these rates, each run "
+        "once. RoundPipe's figures are published for one RTX 4090 and sequences of 2,048 tokens, in float16 whose "
+        "products sum in float16 (on this GPU at twice the rate of sums in float32), with an optimizer's step that is "
+        "applied one step late; beside them stand only plans of such sequences, in float16. Plans of other lengths are "
+        "in bfloat16, and have no published counterpart: of the longest sequences that RoundPipe trains (49 K, 73 K "
+        "and 28 K tokens) it publishes no speed. `python -m benchmarks.gpu` runs both on one device, in bfloat16, "
+        "synchronous and stale.",
     ),
     _Part(
         "host_tier",
-        "Values of models on a GPU that leave for the host",
+        "Values of models on a GPU that leave for the host (modelled)",
         "benchmarks.host_tier",
         "Planned, not run: bfloat16, rows of 4,096 tokens, within 90 % of the device's memory without the weights. "
         "Without microbatches copies are hidden, so what is not recomputed makes the step shorter; with them a device "
@@ -281,7 +295,7 @@ _PARTS = (
     ),
     _Part(
         "published_kernels",
-        "Rates of kernels",
+        "Rates of kernels (modelled and published)",
         "benchmarks.published_kernels",
         "The rates that plans for an RTX 4090 assume, beside measured ones that their sources publish. Products are "
         "those inside a model, where they are slower than alone. A copy beside another one in the opposite direction "
@@ -290,7 +304,7 @@ _PARTS = (
     ),
     _Part(
         "tiling_offloaded",
-        "Long sequences on one GPU",
+        "Long sequences on one GPU (modelled)",
         "benchmarks.tiling",
         "Planned, not run: a Llama of 8B parameters that stays on the host.",
     ),
@@ -304,7 +318,10 @@ def page() -> str:
         "",
         "Each table is what its command printed last, with the versions that it ran with. `make bench` runs all. Where",
         "two things are compared, figures are ratios within one run: seconds of one machine say little about another.",
+        "What was planned and not run is modelled, as its heading says, with the rates that are named below its table.",
+        "[On a GPU](on-a-gpu.md) says what was measured on one, and which command measures it now.",
         "`python -m benchmarks.page` writes this page.",
+        *tables(RESULTS),
     ]
     for part in _PARTS:
         if not (RESULTS / f"{part.name}.json").exists():  # was not run on an idle machine yet
@@ -319,28 +336,13 @@ def page() -> str:
             "",
             *pictures,
         ]
-        parts += [f"*{found['title']}*", "", *_table(found["rows"]), "", _machine(found)]
+        parts += [f"*{found['title']}*", "", *table(found["rows"]), "", _machine(found)]
     return "\n".join(parts) + "\n"
 
 
-def _table(rows: list[dict[str, Any]]) -> list[str]:
-    headings = list(rows[0])
-    lines = [_line(headings), _line(["---"] * len(headings))]
-    return lines + [_line([_cell(row[heading]) for heading in headings]) for row in rows]
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "\\|")
-
-
 def _machine(found: dict[str, Any]) -> str:
-    return f"{found['cores']} threads, torch {found['torch']}, transformers {found['transformers']}."
+    rates = f"Rates: {found['rates']}. " if "rates" in found else ""
+    return f"{rates}{found['cores']} threads, torch {found['torch']}, transformers {found['transformers']}."
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ import transformers
 from torch import nn
 
 import roundpipe_fx
-from benchmarks.side_by_side import paired_ratio, report
+from benchmarks.side_by_side import paired_ratio, rates_of, report
 from roundpipe_fx.planner import fill_waits
 from roundpipe_fx.schedules import SCHEDULES, ActionKind, StepCosts, chain, gpipe, one_f_one_b, simulate_time
 
@@ -134,7 +134,8 @@ def heavy_head() -> None:
                     "s to plan": spent,
                 }
             )
-    report("pipeline_heavy_head", "Llama 3.2 1B, 8 devices, 16 microbatches (target: roundpipe 1.3)", rows)
+    title = "Llama 3.2 1B, 8 devices, 16 microbatches (target: roundpipe 1.3)"
+    report("pipeline_heavy_head", title, rows, rates_of("cpu"))
 
 
 def waits_filled() -> None:
@@ -167,9 +168,8 @@ def waits_filled() -> None:
                     "just in time / filled": just_in_time.makespan / filled.makespan,
                 }
             )
-    report(
-        "pipeline_waits", "Llama of 8 layers, 4 devices, 8 microbatches, within a budget (target: never longer)", rows
-    )
+    title = "Llama of 8 layers, 4 devices, 8 microbatches, within a budget (target: never longer)"
+    report("pipeline_waits", title, rows, rates_of("cpu"))
 
 
 class _Layers(nn.Module):

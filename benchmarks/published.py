@@ -25,7 +25,7 @@ from torch import nn
 
 import roundpipe_fx
 from benchmarks.models import llama_8b, llama_70b
-from benchmarks.side_by_side import fresh, report
+from benchmarks.side_by_side import fresh, rates_of, report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,8 @@ def main() -> None:
         if key not in plans:  # eager and compiled runs have one plan
             plans[key] = _planned(run)
         rows.append(row_of(run, *plans[key]))
-    report("published", "Llama 3 as modelled and as published by torchtitan (target: 1,024 devices in 60 s)", rows)
+    title = "Llama 3 as modelled and as published by torchtitan (target: 1,024 devices in 60 s)"
+    report("published", title, rows, rates_of("A100", "H100"))
 
 
 def _planned(run: _Run) -> tuple[roundpipe_fx.Plan, float]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.side_by_side import report
+from benchmarks.side_by_side import rates_of, report
 from roundpipe_fx.analysis.cost import DEVICES, Roofline
 
 _RTX_4090 = "RTX 4090"
@@ -190,6 +190,7 @@ def main() -> None:
         "published_kernels",
         f"Rates of one {_RTX_4090}, where no other is named: {DEVICES[_RTX_4090].rates}, and published ones",
         [*map(_row, _RATES)],
+        rates_of(_RTX_4090, _PCIE_5),
     )
 
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import roundpipe_fx
 from benchmarks.parallel_models import RANKS, gpt, llama
-from benchmarks.side_by_side import fresh, report
+from benchmarks.side_by_side import fresh, rates_of, report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,8 @@ def main() -> None:
         start = time.process_time()
         plan = planned(run)
         rows.append(row_of(run, plan, time.process_time() - start))
-    report("published_parallel", "Runs with tensor parallelism over 8 devices, as modelled and as published", rows)
+    title = "Runs with tensor parallelism over 8 devices, as modelled and as published"
+    report("published_parallel", title, rows, rates_of("A100", "H100"))
 
 
 def planned(run: _Run) -> roundpipe_fx.Plan:

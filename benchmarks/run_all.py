@@ -10,6 +10,7 @@ BENCHMARKS = (
     "host_syncs",
     "peak_memory",
     "step_time",
+    "stage_overhead",
     "compile_time",
     "first_step",
     "drawing",

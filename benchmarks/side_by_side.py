@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models import ExpertTransformer, UNet
+from roundpipe_fx.analysis.cost import DEVICES
 
 RESULTS = Path(__file__).parent / "results"
 VOCABULARY = 1024
@@ -265,8 +266,27 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
     console.print(table)
 
 
-def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:
-    """Print a table and write it, with the machine's description, to ``benchmarks/results/``."""
+def rates_of(*devices: str) -> str:
+    """Rates that plans for devices assume, with the tables that they are from."""
+    texts = []
+    for name in devices:
+        rates = DEVICES[name]
+        texts.append(
+            f"{rates.rates}: {rates.flops[torch.bfloat16] / 1e12:.3g} TFLOP/s in half precision, "
+            f"{rates.bandwidth / 1e9:,.0f} GB/s of memory, {rates.host / 1e9:.0f} GB/s to the host and from it"
+        )
+    return "; ".join(texts)
+
+
+def report(name: str, title: str, rows: list[dict[str, Any]], rates: str | None = None) -> None:
+    """Print a table and write it, with the machine's description, to ``benchmarks/results/``.
+
+    Args:
+        name: of the file.
+        title: of the table.
+        rows: the table.
+        rates: those that modelled figures assume; ``None``: no figure is modelled for a device.
+    """
     show(title, rows)
     RESULTS.mkdir(exist_ok=True)
     machine = {
@@ -275,7 +295,8 @@ def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    text = json.dumps({"title": title, **machine, "rows": rows}, indent=1)
+    assumed = {} if rates is None else {"rates": rates}
+    text = json.dumps({"title": title, **machine, **assumed, "rows": rows}, indent=1)
     (RESULTS / f"{name}.json").write_text(text + "\n")
 
 

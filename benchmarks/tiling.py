@@ -32,7 +32,7 @@ from torch import nn
 
 import roundpipe_fx
 from benchmarks.models import llama_8b
-from benchmarks.side_by_side import checkpoint_blocks, console, fresh, paired, report, seconds_of
+from benchmarks.side_by_side import checkpoint_blocks, console, fresh, paired, rates_of, report, seconds_of
 from benchmarks.tiling_by_hand import WAYS, Head, tile_mlps
 from roundpipe_fx.api import compilation
 
@@ -336,7 +336,8 @@ def main() -> None:
     report("tiling_summary", "targets", summary(lowest_rows, peer_rows, planning_rows))
     if not arguments.cases:
         rows = [offloaded(tokens) for tokens in fresh(_OFFLOADED_TOKENS)]
-        report("tiling_offloaded", f"Llama of 8B parameters on the CPU, trained on one {_DEVICE} (target: 24 K)", rows)
+        title = f"Llama of 8B parameters on the CPU, trained on one {_DEVICE} (target: 24 K)"
+        report("tiling_offloaded", title, rows, rates_of(_DEVICE))
 
 
 def rows_of(case: Case, pairs: int) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:

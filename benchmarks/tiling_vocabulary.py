@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe_fx
-from benchmarks.side_by_side import fresh, report
+from benchmarks.side_by_side import fresh, rates_of, report
 from roundpipe_fx.planner import kinds_of_regions
 
 _DEVICE = "H100"
@@ -43,7 +43,7 @@ class Head(nn.Module):
 
 def main() -> None:
     rows = [planned(name, count) for name, count in fresh([(name, count) for name in _HEADS for count in _ROWS])]
-    report("tiling_vocabulary", f"the least memory of loss heads, planned for one {_DEVICE}", rows)
+    report("tiling_vocabulary", f"the least memory of loss heads, planned for one {_DEVICE}", rows, rates_of(_DEVICE))
 
 
 def planned(name: str, count: int) -> dict[str, Any]:

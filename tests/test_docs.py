@@ -79,6 +79,17 @@ def test_the_page_of_benchmarks_is_that_of_the_stored_results() -> None:
     assert (DOCS / "benchmarks.md").read_text() == page()
 
 
+def test_tables_that_are_modelled_say_so_in_their_headings_and_name_the_rates() -> None:
+    sections = [section.split("\n") for section in page().split("\n## ")[1:]]
+    modelled = [heading for heading, *_ in sections if "(modelled" in heading]
+    assert len(modelled) >= 10
+    for heading, *lines in sections:
+        text = "\n".join(lines)
+        assert (heading in modelled) >= ("Planned, not run" in text or "Rates: " in text), heading
+        # The bubble's closed form is of stages that take equally long, on no device.
+        assert "Rates: " in text or heading not in modelled or "closed form" in text, heading
+
+
 def test_plots_of_benchmarks_are_of_the_stored_results() -> None:
     """Each bar and dot is a figure of a stored result, and each picture is on the page."""
     lowest = json.loads((RESULTS / "frontier_lowest.json").read_text())["rows"]

@@ -26,7 +26,7 @@ from roundpipe_fx.budget import parse_budget
 from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.frontend.graph_breaks import around_compilations
 from roundpipe_fx.ir.joint_graph import module_paths
-from roundpipe_fx.ir.options import Options
+from roundpipe_fx.ir.options import NO_CUDA_GRAPHS, Options
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.remat.learned_steps import LearnedSteps
 from roundpipe_fx.report.plan import Plan
@@ -83,18 +83,35 @@ def _around(*how: Any) -> Iterator[None]:
 _warned: set[UserLine] = set()
 
 
+def _no_mode(mode: str) -> str:
+    """The refusal of a mode of ``torch.compile``."""
+    text = f"mode={mode!r} is for Inductor alone"
+    if mode == "reduce-overhead":
+        return f"{text}: {NO_CUDA_GRAPHS}"
+    return f"{text}. Its settings for stages: options={{'inductor_options': {{'max_autotune': True}}}}."
+
+
 def _backend_by_name(
-    module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
     """The backend that PyTorch finds by the name ``"roundpipe_fx"``.
 
     :func:`roundpipe_fx.plans` gives the plans of the model; they are logged at level INFO by the logger
     ``roundpipe_fx.planner.lower``.
 
+    Args:
+        mode: of Inductor's; all but ``None`` are refused.
+
     Raises:
-        ValueError: an unknown option or value, or a list of passes that cannot be run.
+        ValueError: an unknown option or value, a mode, or a list of passes that cannot be run.
         TypeError: a value of a wrong type.
     """
+    if mode is not None:
+        raise torch_private.passed_through(ValueError(_no_mode(mode)))
     try:
         parsed = Options.parse(options or {})
     except (TypeError, ValueError) as error:

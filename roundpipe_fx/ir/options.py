@@ -38,9 +38,14 @@ _TILING = ("auto", "never")
 _COSTS = ("roofline", "measured")
 _OUTPUTS = ("auto", "held", "dropped")
 _STAGE_COMPILERS = ("eager", "inductor")
+NO_CUDA_GRAPHS = (
+    "a captured CUDA graph keeps the memory of all that it has run from one step to the next, and reads its inputs at "
+    "the addresses that they had; a budget counts that memory as free between stages and steps, and stages read values "
+    "that are at other addresses in each step."
+)
 _OURS = {
     "fallback_random": "stages draw the numbers that eager mode draws, so it is always on.",
-    "triton.cudagraphs": "stages are called by programs that free and reuse memory between them.",
+    "triton.cudagraphs": NO_CUDA_GRAPHS,
     "cpp_wrapper": "stages are called from Python.",
 }
 """Settings of Inductor's that are not the user's to choose, with the reason."""

@@ -33,6 +33,7 @@ from tests.linear_chain import linear_chain
         ({"stage_compiler": "nvcc"}, ValueError, "'eager', 'inductor'"),
         ({"inductor_options": {"max_autotun": True}}, ValueError, "Did you mean 'max_autotune'?"),
         ({"inductor_options": {"fallback_random": False}}, ValueError, "always on"),
+        ({"inductor_options": {"triton.cudagraphs": True}}, ValueError, "a captured CUDA graph keeps the memory"),
         ({"inductor_options": "max_autotune"}, TypeError, "a mapping of names"),
         ({"inductor_options": {"max_autotune": True}, "stage_compiler": "eager"}, ValueError, "contradict"),
     ],
@@ -54,6 +55,19 @@ def test_unknown_names() -> None:
         roundpipe_fx.plan(linear_chain(), torch.randn(2, 4), stagess=2)
     step = torch.compile(linear_chain(), backend="roundpipe_fx", options={"stagess": 2})
     with pytest.raises(ValueError, match=r"^unknown option 'stagess'. Did you mean 'stages'\? Valid options: stages"):
+        step(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("reduce-overhead", "^mode='reduce-overhead' is for Inductor alone: a captured CUDA graph keeps the memory"),
+        ("max-autotune", "^mode='max-autotune' is for Inductor alone.*max_autotune"),
+    ],
+)
+def test_modes_of_inductor_are_refused(mode: str, message: str) -> None:
+    step = torch.compile(linear_chain(), backend="roundpipe_fx", mode=mode)
+    with pytest.raises(ValueError, match=message):
         step(torch.randn(2, 4))
 
 

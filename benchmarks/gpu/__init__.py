@@ -1,0 +1,1 @@
+"""Measurements on one CUDA device: ``python -m benchmarks.gpu [--minutes 8]``."""

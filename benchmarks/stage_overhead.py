@@ -1,0 +1,97 @@
+"""Host time of a step that is divided into many stages, beside the same step in one piece by ``torch.compile``.
+
+python -m benchmarks.stage_overhead
+
+A decoder of 12 layers at batch 1, so small that its kernels take hardly any time: what is left is what the host does in
+front of a device. Ours have a stage a layer, and run them eagerly and by Inductor; the peers are ``aot_eager`` and
+``torch.compile``'s default. One thread, microseconds of the processor, medians over rounds in which all take turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import types
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import roundpipe_fx
+from benchmarks.processes import Block
+from benchmarks.side_by_side import paired, report
+
+_WIDTH, _LENGTH, _LAYERS = 16, 4, 12
+_ROUNDS = 300
+
+_PAIRS: dict[str, tuple[str, Callable[[nn.Module], Callable[..., torch.Tensor]]]] = {
+    "aot_eager": ("aot_eager", lambda model: torch.compile(model, backend="aot_eager")),
+    "eager stages": ("aot_eager", lambda model: _compiled(model, "eager", None)),
+    "eager stages, all recomputed": ("aot_eager", lambda model: _compiled(model, "eager", "full")),
+    "torch.compile": ("torch.compile", torch.compile),
+    "Inductor's stages": ("torch.compile", lambda model: _compiled(model, "inductor", None)),
+}
+"""By way: the peer that it is compared with, and what compiles the model."""
+
+
+class _Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(_WIDTH) for _ in range(_LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def decoder() -> nn.Module:
+    """A model of a class and a code object of its own: Dynamo tries all that it has compiled for a code object."""
+    torch.manual_seed(0)
+    forward = _Decoder.forward
+    copied = types.FunctionType(forward.__code__.replace(), forward.__globals__, "forward")
+    model: nn.Module = type("Decoder", (_Decoder,), {"forward": copied})()
+    return model
+
+
+def _compiled(model: nn.Module, stages: str, recompute: str | None) -> roundpipe_fx.CompiledModule:
+    return roundpipe_fx.compile(model, stages=_LAYERS, stage_compiler=stages, recompute=recompute)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    report("stage_overhead", "a step of 12 small layers, one thread (target: ratio at most 1)", measured(_ROUNDS))
+
+
+def measured(rounds: int) -> list[dict[str, float | str]]:
+    """A row a way."""
+    clocks = {way: _clock(compiled(decoder())) for way, (_, compiled) in _PAIRS.items()}
+    seconds = paired(clocks, rounds, warm_up=10)
+    rows: list[dict[str, float | str]] = []
+    for way, (peer, _) in _PAIRS.items():
+        low, median, high = statistics.quantiles([took[way] / took[peer] for took in seconds], n=4)
+        rows.append(
+            {
+                "way": way,
+                "CPU us a step": 1e6 * statistics.median(took[way] for took in seconds),
+                "peer": peer,
+                "ratio": median,
+                "quartiles": f"{low:.3f} {high:.3f}",
+            }
+        )
+    return rows
+
+
+def _clock(model: Callable[..., torch.Tensor]) -> Callable[[], float]:
+    x = torch.ones(1, _LENGTH, _WIDTH)
+
+    def clock() -> float:
+        begin = time.process_time()
+        model(x).backward()
+        return time.process_time() - begin
+
+    return clock
+
+
+if __name__ == "__main__":
+    main()
