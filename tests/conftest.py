@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import resource
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
+import torch._dynamo.guards
 from torch import nn
 
 from roundpipe_fx.passes import workspaces
@@ -21,10 +24,28 @@ os.environ["ROUNDPIPE_FX_PLAN_CACHE"] = "0"  # tests leave nothing behind, and f
 os.environ["ROUNDPIPE_FX_VERIFY"] = "1"  # of all graphs that tests compile, after each pass
 
 
+# Each compilation pays for three things that no test looks at, together a third of the time of many tests:
+
+# PyTorch times the guards for its log, and clears the processor's caches before.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+# pytest attaches its handlers to loggers that do not propagate. For a handler of this one, PyTorch formats all graphs.
+logging.getLogger("torch.__trace").propagate = True
+# Graphs are many objects; a collection of the oldest generation visits all of them, a hundred times in some files.
+gc.set_threshold(700, 10, 50)
+
+_frozen_modules = 0
+
+
 def pytest_collection_finish() -> None:
+    _freeze_what_was_imported()
+
+
+def _freeze_what_was_imported() -> None:
     """What was imported stays, so no test has to wait while garbage is looked for in it."""
+    global _frozen_modules
     gc.collect()
     gc.freeze()
+    _frozen_modules = len(sys.modules)
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +54,8 @@ def _fresh():
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+    if len(sys.modules) > _frozen_modules + 50:
+        _freeze_what_was_imported()
 
 
 @pytest.fixture
