@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,6 +130,25 @@ def _texts() -> Iterator[str]:
                 yield "…".join(part.value for part in node.values if isinstance(part, ast.Constant))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+
+def test_figures_of_the_front_page_are_those_of_the_stored_results() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    columns = ("torch.compile", "torch.compile 0.5", "ours 0.5", "ours 0.0")
+    stored = {row["model"]: [row[column].split(" / ")[:2] for column in columns] for row in _rows("inductor")}
+    compared = re.findall(r"\| ([^|]+) \|((?: \d+ MB, [0-9.]+ s \|)+)", text)
+    assert len(compared) == 4
+    for model, cells in compared:
+        expected = [(size.split(" ")[0], seconds) for size, seconds in stored[model]]
+        assert re.findall(r"(\d+) MB, ([0-9.]+) s", cells) == expected
+    tiled = {row["model"]: row for row in _rows("tiling") if row["tiles by hand"] == "Liger"}
+    llama, t5 = tiled["Llama"], tiled["T5"]
+    assert f"take {llama['time ratio']:.3g} of the time for a Llama and {t5['time ratio']:.3g} for a T5" in text
+    assert f"reach {llama['ours / its']:.3g} and {t5['ours / its']:.3g} of its peak" in text
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/versions.md"])
