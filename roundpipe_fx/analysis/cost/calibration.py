@@ -29,7 +29,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from roundpipe_fx.analysis.cost.roofline import Roofline
-from roundpipe_fx.analysis.cost.trial import device_text
+from roundpipe_fx.analysis.cost.trial import device_text, run_apart
 from roundpipe_fx.analysis.data_files import cache_folder, is_on, read_data, write_data
 from roundpipe_fx.torch_private import ForkedLock, without_modes
 
@@ -43,6 +43,7 @@ _STEPS = 48
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PRODUCTS = ((4096, 4096, 4096), (8192, 2048, 2048), (2048, 2048, 8192), (4096, 1024, 4096))
 """Rows, inner size and columns: of layers, their gradients, and narrow ones."""
+_PROBE = 512
 _PRODUCT_SECONDS = 5e-3
 """On a slow device products are smaller, so that each takes about as long at most."""
 _COPIED = 128 << 20
@@ -186,8 +187,9 @@ class _Clock:
         """
         with torch.no_grad():
             rates = {str(dtype): self._products(dtype) for dtype in _DTYPES}
-            # Autograd's thread lets go of gradients a little later; other work follows, so they are gone at the end.
-            rates |= self._attention(rates[str(torch.bfloat16)])
+            # In a thread, which has none of the caller's hooks and transforms. Autograd's thread lets go of gradients a
+            # little later; other work follows, so they are gone at the end.
+            rates |= run_apart(functools.partial(self._attention, rates[str(torch.bfloat16)]))
             rates |= self._memory_and_launches()
             return rates | self._link()
 
@@ -210,8 +212,8 @@ class _Clock:
 
     def _products(self, dtype: torch.dtype) -> float:
         """Operations per second of all products together."""
-        probe = self._numbers(256, 256, dtype=dtype)
-        rate = 2 * 256**3 / self._seconds(lambda: probe @ probe)
+        probe = self._numbers(_PROBE, _PROBE, dtype=dtype)
+        rate = 2 * _PROBE**3 / self._seconds(lambda: probe @ probe)
         flops, seconds = 0, 0.0
         for sizes in _PRODUCTS:
             smaller = max(1.0, 2 * math.prod(sizes) / rate / _PRODUCT_SECONDS) ** (1 / 3)
@@ -231,7 +233,7 @@ class _Clock:
         queries, keys, values = (self._numbers(2, heads, tokens, width, dtype=torch.bfloat16) for _ in range(3))
         attend = functools.partial(scaled_dot_product_attention, queries, keys, values, is_causal=True)
         flops = 2 * 4 * heads * width * tokens * (tokens + 1) // 2
-        with torch.nn.attention.sdpa_kernel(_FUSED):
+        with torch.accelerator.device_index(self.device.index), torch.nn.attention.sdpa_kernel(_FUSED):
             with torch.no_grad():
                 forward = self._seconds(attend)
             with torch.enable_grad():
