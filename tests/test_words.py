@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,3 +128,25 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
         if not _OPENINGS.isdisjoint(_first_words(path.read_text(encoding="utf-8")))
     ]
     assert not files
+
+
+LEAST_COMMENTS = 0.03
+"""Lines that hold a comment, as a share of the package's lines. Comments for tools (``# type:``, ``# noqa``) are none."""
+
+_FOR_TOOLS = ("# type:", "# noqa", "# fmt", "# ruff", "#!")
+
+
+def _commented_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        tokens = [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
+    return sum(not token.string.startswith(_FOR_TOOLS) for token in tokens)
+
+
+def test_comments_of_tools_are_none(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text("import os  # noqa: F401\n# Why.\nx = '# text'  # and why\n", encoding="utf-8")
+    assert _commented_lines(tmp_path / "module.py") == 2
+
+
+def test_code_says_why() -> None:
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in _sources())
+    assert sum(map(_commented_lines, _sources())) >= LEAST_COMMENTS * lines

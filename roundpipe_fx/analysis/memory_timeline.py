@@ -124,6 +124,7 @@ def memory_timeline(
         moments.append(Moment(call=call, value=name, module=module, line=line, bytes=level, workspace=event.workspace))
     gradients = set().union(*course.gradients)
     values = []
+    # Storages of size 0 (a view's own, an empty tensor) are never alive.
     for storage, (first, last) in lifetimes_of(run.events, course.lasting, course.arriving).items():
         size, maker = run.numbers.sizes[storage], makers.get(storage)
         if not size:
@@ -153,6 +154,7 @@ def memory_timeline(
 def _items(node: fx.Node, made: Sequence[int]) -> dict[int, fx.Node]:
     """The items of an operator with several results, by the storages that it makes for them."""
     results = node.meta.get("val")
+    # Without one storage for each result it cannot be said which item is which.
     if not isinstance(results, (tuple, list)) or len(tensor_values(node)) != len(made):
         return {}
     tensors = [position for position, result in enumerate(results) if isinstance(result, torch.Tensor)]

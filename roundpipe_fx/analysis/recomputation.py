@@ -48,6 +48,7 @@ def selection(values: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
         ``None`` if ``values`` is not a selection's, if the indices are not in the graph, or if gathered values would
         have another layout.
     """
+    # Item 0 are the values; item 1, the indices, is what is saved.
     if values.target is not operator.getitem or values.args[1] != 0:
         return None
     (maker,) = input_nodes(values)
@@ -57,6 +58,7 @@ def selection(values: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
     if not indices or memory_order(values.meta["val"]) is None:
         return None
     position = _SELECTIONS[maker.target]
+    # The dimension is the last one unless it is given, by position or by name.
     dim = maker.args[position] if position is not None and len(maker.args) > position else maker.kwargs.get("dim", -1)
     source = maker.args[0]
     assert isinstance(source, fx.Node) and isinstance(dim, int)
@@ -70,6 +72,7 @@ def is_mask_only(mask: fx.Node) -> bool:
     (maker,) = input_nodes(mask)
     if maker.target is not aten.native_dropout.default:
         return False
+    # One reader that cannot use the gradient's shape needs the dropout's input.
     later = [user for user in mask.users if user.op != "output" and user.meta.get(Mark.PHASE) is not Phase.FORWARD]
     return bool(later) and all(rng_shape_source_of(mask, user) is not None for user in later)
 
@@ -110,7 +113,9 @@ def repetition(joint: JointGraph, original: fx.Node, form: Form, before: fx.Node
     with joint.graph.inserting_before(before):
         picked = selection(original) if form is Form.GATHER else None
         copy = joint.graph.node_copy(original) if picked is None else _gathering(joint.graph, picked, original)
+    # Unbacked symbols are bound where the original is: a copy must not bind them again.
     copy.meta = {key: value for key, value in original.meta.items() if key != "unbacked_bindings"}
+    # The statistics' new values are not read: they belong to the forward, which has made them.
     if updates_statistics_alone(original):
         source, weight, bias, _, _, in_training, momentum, epsilon = original.args
         copy.target = aten._native_batch_norm_legit.no_stats
@@ -123,6 +128,7 @@ def repetition(joint: JointGraph, original: fx.Node, form: Form, before: fx.Node
 def _gathering(graph: fx.Graph, picked: tuple[fx.Node, int, fx.Node], values: fx.Node) -> fx.Node:
     order = memory_order(values.meta["val"])
     assert order is not None
+    # Values in row-major order are what ``gather`` returns by itself.
     if order == tuple(range(len(order))):
         return graph.call_function(aten.gather.default, picked)
     return graph.call_function(gather_in_order, (*picked, order))

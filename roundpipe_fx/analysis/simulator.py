@@ -65,11 +65,13 @@ def peak_of_course(
         the peak, with what is alive then.
     """
     run, lasting, arriving = course.run, course.lasting, course.arriving
+    # The caching allocator starts with the blocks that earlier calls and the inputs have left.
     if allocator is not None:
         _begin(course, allocator, owners, history)
     peak = peak_of(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
     # Simulated twice: the second step finds the blocks that the first one has left, and the larger peak counts.
     if allocator is not None:
+        # Gradients and outputs are given back between the steps, as ``zero_grad()`` and the caller do.
         for storage in lasting:
             allocator.give_back(storage)
         later = peak_of(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
@@ -81,6 +83,7 @@ def peak_of_course(
     name, module = (node.name, module_path(node, module_path_text)) if node is not None else ("", "")
     line = line_of(node) if node is not None else ""
     workspace = run.events[peak.position].workspace if peak.position >= 0 else 0
+    # The peak is outside of the graphs, in the loss.
     if call == CALLER and workspace:
         name = "loss"
         live = sorted(

@@ -48,11 +48,13 @@ class StorageIds:
 
     def new_of(self, size: int) -> int:
         """A new storage of ``size`` bytes."""
+        # Rounded up to the allocator's granularity: 1000 bytes are 1024 on CUDA.
         self.sizes.append(-(-size // self._granularity) * self._granularity)
         return len(self.sizes) - 1
 
     def new_tangent(self, value: torch.Tensor, expected: bool) -> int:
         """A new storage for an incoming gradient; one that is not expected is an expanded scalar zero."""
+        # A gradient that the caller is not expected to give is an expanded zero: one element, whatever its shape.
         return self.new_of(dense_bytes(value) if expected else value.dtype.itemsize)
 
     def reads(self, node: fx.Node) -> list[int]:
@@ -70,6 +72,7 @@ class StorageIds:
             return []
         values = tensor_values(node)
         written = _written(node)
+        # An operation that writes into an operand makes no storage; its result is that operand.
         if written is not None:
             self._leaves[node] = list(self.of(written))
             return []

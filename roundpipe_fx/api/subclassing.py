@@ -69,6 +69,7 @@ def make_sharing_instance(model: nn.Module, mixin: type[T], state: State, names:
     Raises:
         TypeError: the model's class cannot be derived from, or has another memory layout than a Python object.
     """
+    # A method of the mixin gives way to an attribute of that name in the model.
     cls = _subclass(type(model), mixin, frozenset(name for name in names if _has(model, name)))
     try:
         made = object.__new__(cls)
@@ -76,6 +77,7 @@ def make_sharing_instance(model: nn.Module, mixin: type[T], state: State, names:
         raise TypeError(
             f"{type(model).__name__} derives from a built-in type, which cannot be shared: {error}"
         ) from None
+    # Shared, not copied: what either object registers later, the other one has.
     object.__setattr__(made, "__dict__", model.__dict__)
     object.__setattr__(made, _SLOT, state)
     return made
@@ -85,6 +87,7 @@ _classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
 
 
 def _subclass(base: type, mixin: type[T], of_model: frozenset[str]) -> type[T]:
+    # Models of one class share the generated one, which ends with the last of them.
     key = (base, mixin, of_model)
     made = _classes.get(key)
     if made is None:
@@ -99,6 +102,7 @@ def _subclass(base: type, mixin: type[T], of_model: frozenset[str]) -> type[T]:
             "__new__": lambda cls, *args, **kwargs: base(*args, **kwargs),  # containers make slices of themselves so
             **{name: _of_model(name) for name in (*of_model, *_slots(base))},
         }
+        # ``nn.Module`` itself is a base of the mixin already.
         bases = (mixin,) if base is nn.Module else (mixin, base)
         try:
             made = types.new_class(base.__name__, bases, exec_body=lambda namespace: namespace.update(body))
@@ -118,6 +122,7 @@ def _has(model: nn.Module, name: str) -> bool:
 
 
 def _slots(base: type) -> list[str]:
+    # Slots are not in ``__dict__``, and must be read from the original.
     return [
         name
         for cls in base.__mro__
@@ -153,9 +158,11 @@ class _Forward:
         if instance is None:
             return self.base.forward  # type: ignore[attr-defined]
         state = instance._state_of_roundpipe_fx
+        # The user's replacement runs as it is; the first time it is watched for whether it calls the compiled forward.
         if state.replaced is not None:
             known = state.ran or torch.compiler.is_compiling()
             return state.replaced if known else _watched(state, state.replaced)
+        # Traced within another model: the plain forward is inlined, unless this one has options of its own.
         if torch.compiler.is_compiling() and "forward" not in instance.__dict__:
             bound = state.forward if _stays_apart(state) else self.base.forward  # type: ignore[attr-defined]
             return functools.partial(bound, instance)
@@ -175,6 +182,7 @@ def _watched(state: State, replaced: Callable[..., Any]) -> Callable[..., Any]:
 
     Of a method it is a method too: libraries look for its function.
     """
+    # Bound to the same object, with its function watched.
     if isinstance(replaced, types.MethodType):
         return types.MethodType(_watched(state, replaced.__func__), replaced.__self__)
 
@@ -216,6 +224,7 @@ class _TrainingStep:
 def _watched_step(state: State, step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Reset for this step, so that `ran` tells of it alone.
         before, state.ran = state.ran, False
         try:
             outputs = step(self, *args, **kwargs)
@@ -292,6 +301,7 @@ def forward_like(model: nn.Module) -> Callable[..., Any]:
         signature = inspect.signature(original)
     except ValueError:  # of a function that is not Python's
         return forward
+    # The function is bound as a method, so its signature begins with the object.
     receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     forward.__signature__ = signature.replace(parameters=[receiver, *signature.parameters.values()])  # type: ignore[attr-defined]
     return forward

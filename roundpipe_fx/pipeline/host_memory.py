@@ -51,12 +51,14 @@ def host_memory_of(pipeline: LoweredPipeline, timing: Timing, pipelining: Pipeli
     costs, setting = pipeline.main.costs, pipeline.main.lowered.setting
     if costs.host_bandwidth is None:
         return HostMemory()
+    # Planned on a machine without the device: memory is pinned there as on a machine that has it.
     on_paper = setting.device.type == "cpu" and setting.options.device_name not in (None, "cpu")
     taken = functools.partial(pinned_bytes, device_type="cuda" if on_paper else setting.device.type)
     sizes = {number: size for of in costs.copied_bytes.values() for number, size in of.items()}
     weights = [size for number, size in sizes.items() if number in (costs.on_host or ())]
     lengths = [len(order) for order in timing.schedule.orders]
     of_devices = buffer_bytes(timing.offloads, lengths, taken)
+    # Processes have buffers each, and the budget is that of one.
     values = max(of_devices, default=0) if pipelining.over_processes else sum(of_devices)
     optimizer = 0 if costs.on_host is None else pipelining.optimizer.bytes
     return HostMemory(sum(map(taken, weights)), sum(map(taken, timing.returned_bytes)), values, optimizer)
@@ -81,6 +83,7 @@ def host_budget_for(weights: int, pipelining: Pipelining) -> int | None:
     """As :func:`host_budget_of`, for a model with so many bytes of weights."""
     if pipelining.host_budget is not None or pipelining.elsewhere:
         return pipelining.host_budget
+    # Weights and the optimizer are on the host already, so they are not in what is available.
     return int(_SHARE * psutil.virtual_memory().available) + weights + pipelining.optimizer.allocated
 
 

@@ -42,6 +42,7 @@ def class_regions(joint: JointGraph, costs: CostModel) -> list[TileRegion]:
     for name, position in softmaxes.items():
         (scores,) = log_sum_exps[name].all_input_nodes
         region = regions.around(scores, (position,))
+        # Other heads whose log-sum-exp is computed inside this region are written with sums, too.
         if region is not None:
             online = tuple(other for other, made in log_sum_exps.items() if made in region.members)
             heads.append(dataclasses.replace(region, online=online))
@@ -59,6 +60,8 @@ def operations_of(joint: JointGraph, region: TileRegion) -> frozenset[str]:
     names = {node.name for node in region.members if node not in region.whole}
     if not region.online:
         return frozenset(names)
+    # In the copy log-softmaxes are other nodes. What surrounds them, up to nodes that both graphs have, is the
+    # region's.
     left = {node.name for node in region.widest.graph.nodes}
     waiting = [node for node in joint.graph.nodes if node.name in region.online]
     while waiting:
@@ -82,12 +85,14 @@ def may_be_quicker(region: TileRegion, tiles: int) -> bool:
     if softmax is None:
         return False
     logits = softmax.meta["val"]
+    # The attained bandwidth: the log-softmax reads and writes the logits once.
     bandwidth = 2 * logits.numel() * logits.dtype.itemsize / max(softmax.meta[Mark.SECONDS], 1e-12)
     sums = [
         node.meta["val"].numel() * max(node.meta["val"].dtype.itemsize, 4)
         for node in region.in_phase(Phase.BACKWARD)
         if node not in region.where and node not in region.whole and is_tensor(node) and not is_view(node)
     ]
+    # Matrix products of the forward, which tiles of classes compute twice.
     again = sum(node.meta[Mark.SECONDS] for node in region.in_phase(Phase.FORWARD) if node.meta[Mark.FLOPS])
     return tiles * 2 * sum(sums) / bandwidth >= _ABOUT * again
 
@@ -109,10 +114,12 @@ def instead_of_rows(
     chosen = list(tiles)
     for head in heads:
         names = operations_of(joint, head)
+        # Tiles of rows of the same operations: either these, or tiles of classes.
         rows = [(region, count) for region, count in chosen if not names.isdisjoint(operations_of(joint, region))]
         if not any(may_be_quicker(region, count) for region, count in rows):
             continue
         classes = [(head, min(max(count for _, count in rows), head.most_tiles))]
+        # Both are written and costed, as the estimate above only says what is worth it.
         if seconds_of(tiled(joint, classes)) < seconds_of(tiled(joint, rows)):
             chosen = [*(one for one in chosen if one not in rows), *classes]
     return chosen

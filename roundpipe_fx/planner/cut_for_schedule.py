@@ -80,6 +80,7 @@ def cut_for_schedule(
     """
     starts = starts_like(joint, like.starts) if like is not None else None
     asked = dataclasses.replace(setting.options, stages=_stages_asked(setting, pipelining, spec))
+    # Without a backward slots have nothing to balance: the schedule for inference is the usual one.
     if not setting.context.training and (like is None or pipelining.offloaded):
         spec = default_schedule(pipelining.offloaded, training=False)
     averages = setting.options.stages == "auto" and asked.stages == 1 and _averages_by_stages(setting, pipelining, spec)
@@ -90,6 +91,7 @@ def cut_for_schedule(
         setting = setting.knowing(options=options, updates_whole=True, segment_starts=starts)
         joint = setting.run(joint, PassLevel.ANNOTATED)
         cut = _slots(joint, setting, pipelining, like, weight_limit)
+        # Slots say where stages begin; what the user asked for is passed on for the other passes.
         setting = setting.knowing(options=asked, rounds=cut)
         joint = setting.run(joint, PassLevel.SEGMENTED)
     else:
@@ -106,6 +108,7 @@ def cut_for_schedule(
                 stage_starts=tuple(boundaries[first] for first in like.cut) if boundaries else None
             )
         if in_pieces:
+            # Each stage is divided into equally many pieces, which become stages of their own.
             setting = setting.knowing(stage_starts=pieces_of(setting.run(joint.copy(), PassLevel.SEGMENTED).cuts))
         joint = setting.run(joint, PassLevel.SEGMENTED)
         cut = tuple(stage.first for stage in joint.cuts)
@@ -141,6 +144,8 @@ def _stages_to_average(joint: JointGraph, sharded: bool) -> int:
         for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True)
         if owner is not None and isinstance(node, fx.Node)
     )
+    # As many stages as there are parts of about `_AVERAGED_BYTES` of gradients: each part is reduced while the next is
+    # computed.
     return max(1, min(len(joint.segments), size // (_GATHERED_BYTES if sharded else _AVERAGED_BYTES)))
 
 
@@ -158,6 +163,7 @@ def weight_limits(setting: Setting, budget: int | float | None) -> list[int | No
         return [None]
     if budget is None:
         budget = available_memory(setting.device)
+    # A half, a quarter and an eighth of the budget for weights, and at last as few bytes as possible.
     return [*(int(budget * share) for share in _WEIGHT_SHARES), None]
 
 
@@ -169,12 +175,14 @@ def _slots(
     recompute = pipelining.checkpoint in ("always", "except_last")
     devices, microbatches = pipelining.workers, pipelining.microbatches
     if like is not None and isinstance(like.cut, RoundPipePartition):
+        # Slots of another microbatch's shape, at the same operations.
         alike = _same_slots(like.cut, like.starts, segment_starts(joint))
         if alike is not None:
             return alike
     if setting.options.stages != "auto":
         staged = setting.run(joint.copy(), PassLevel.SEGMENTED)
         runs = [(cut.first, cut.last) for cut in staged.cuts]
+        # The user's stages: each is one slot forward and one backward; the last one does both at once.
         return RoundPipePartition(tuple(runs[:-1]), runs[-1], tuple(runs[-2::-1]) if training else ())
     forward = [segment.forward_seconds for segment in segments]
     backward = [segment.backward_seconds for segment in segments]
@@ -192,6 +200,7 @@ def _same_slots(
     boundaries = same_boundaries([first for first, _ in slots], theirs, ours)
     if boundaries is None:
         return None
+    # A slot ends where the next one begins, also where its operations have other numbers in this graph.
     runs = [(boundaries[first], boundaries[last + 1] - 1) for first, last in slots]
     forward = len(cut.forward)
     return RoundPipePartition(tuple(runs[:forward]), runs[forward], tuple(runs[forward + 1 :]))

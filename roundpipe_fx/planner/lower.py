@@ -72,6 +72,7 @@ def lower(
     beyond = (workspaces or {}).get(COMPILED_STAGES, 0) if setting.compiler != "eager" else 0
     setting = dataclasses.replace(setting.knowing(runs_programs=True), share=share, beyond_plan=beyond)
     file = _plan_file(joint, setting, droppable)
+    # A plan of an earlier process, for the same graph, options and versions.
     cached = file.read() if file is not None else None
     marking = _first_marking(setting.passes)
     joint = setting.run(joint, PassLevel.JOINT, stop=marking)
@@ -81,9 +82,11 @@ def lower(
         except (ValueError, TypeError, KeyError) as error:
             file.ignore(error)
             remove_marks(joint)
+    # Names before marking passes have run: the file stores which nodes they have marked.
     unmarked = [node.name for node in joint.computed()]
     joint = setting.run(joint, PassLevel.JOINT, start=marking)
     asked = budget = asked_budget(joint, options, setting.device) if training else None
+    # A step of several calls: this one has what the others leave.
     if step is not None and step.limit is not None:
         budget = step.limit
         setting = dataclasses.replace(setting, share=1.0)
@@ -92,12 +95,14 @@ def lower(
         if isinstance(result, Infeasible) and isinstance(asked, float):
             # The limit is a share of what graphs needed when they were planned alone, before a step had shown all.
             result = _searched(joint, result.minimum, setting)
+        # Without a plan the caller is assumed to drop outputs before the backward, which a step may prove wrong.
         if isinstance(result, Infeasible) and droppable - joint.dropped and options.rotor is None:
             joint = dataclasses.replace(joint, dropped=joint.dropped | droppable)
             result = _searched(joint, budget, setting)
         if isinstance(result, Infeasible):
             return result
         lowered = result.value
+        # Tiled plans are not kept: loops are not nodes that a file could name.
         if file is not None and not lowered.is_tiled:
             marks = marks_as_data(joint, unmarked, lowered.joint.segments, lowered.joint.cuts)
             if marks is not None:
@@ -210,6 +215,7 @@ def asked_budget(joint: JointGraph, options: Options, device: torch.device) -> i
         return options.memory_budget
     if options.recompute is None and options.device_name is None and device.type == "cuda":
         return default_budget(device, expected_library_bytes(device))
+    # No budget: yet parts of the model may have one of their own, or must be recomputed.
     forward = joint.in_phase(Phase.FORWARD)
     if any(budget_of_region(node) is not None for node in forward):
         return 1.0
@@ -234,6 +240,7 @@ def _plan_file(joint: JointGraph, setting: Setting, droppable: frozenset[int]) -
         droppable: see :func:`lower`. A plan that assumes outputs to be dropped is not one for callers that hold them.
     """
     options, context = setting.options, setting.context
+    # Whoever changes passes or follows a sequence decides what no file can describe.
     budget = asked_budget(joint, options, setting.device)
     customized = options.passes is not None or options.rotor is not None or callable(setting.compiler)
     if budget is None or customized or not context.training or setting.step is not None or options.cost != "roofline":
@@ -292,6 +299,7 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
     lowered = emit(copy, looking.knowing(schedule=schedule), chosen=recalled)
     if has_code(setting):
         lowered = by_code(lowered)
+    # The file is of another allocator's or library's state: it is planned anew.
     if lowered.lasting_peak != cached.peak:
         raise ValueError(f"its programs peak at {lowered.lasting_peak} bytes, not {cached.peak}")
     if lowered.peak.bytes > cached.limit:

@@ -55,12 +55,14 @@ def search_by_code(search: _Search, budget: int | float, share: float) -> Found[
     if isinstance(budget, int):
         limit = int(budget * share)
     else:
+        # A share of the way between two ends, both of which are searched: budget 0.3 needs those of 0.0 and 1.0.
         for end in sorted({math.floor(budget), math.ceil(budget)}):
             result = search(float(end))
             if isinstance(result, Infeasible):
                 return result
             tried.append(judged(result.value))
         peaks = [evaluation.peak for evaluation in tried]
+        # Ends and peaks are those of the code, which may need less than operations do.
         limit = int(limit_of(budget, min(peaks), max(peaks)) * share)
     asked = budget
     for _ in range(0 if any(_is_good(evaluation, limit) for evaluation in tried) else _SEARCHED):
@@ -74,12 +76,14 @@ def search_by_code(search: _Search, budget: int | float, share: float) -> Found[
             break
         searched = evaluation.emitted.budget
         assert searched is not None
+        # What the code needs less is given to the next search; what it needs more is taken away.
         asked = max(math.ceil((searched + limit - evaluation.peak) / share), 1)
     if all(evaluation.peak > limit for evaluation in tried):
         least = _least(search, share)
         if isinstance(least, Infeasible):
             return least
         tried.append(least.value)
+        # The least that can be searched for, judged by its code, is more than the budget.
         if least.value.peak > limit and isinstance(budget, int):
             emitted = least.value.emitted
             return refusal(budget, least.value.peak, emitted.structure, emitted.pipelining)
@@ -98,6 +102,7 @@ def _is_good(evaluation: ScheduleEvaluation, limit: int) -> bool:
 
 def _least(search: _Search, share: float) -> Found[ScheduleEvaluation] | Unmet:
     """The pipeline whose operations need least, judged by its code."""
+    # One byte is below any plan, and the refusal names the least that operations need.
     result = search(1)
     if isinstance(result, Infeasible):
         result = search(math.ceil(result.minimum / share))

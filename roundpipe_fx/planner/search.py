@@ -79,14 +79,18 @@ def _tile_where_it_pays(kinds: Kinds[E], tiles: Tiles, met: E, limit: int) -> E:
         met: a plan within the budget, which is returned if no other one is shorter.
         limit: bytes of the budget.
     """
+    # What a step takes at the least: nothing recomputed, and no tile.
     least = 0.0 if kinds.space.widest_first else kinds.seconds
     if met.seconds <= (1 + _WORTH) * least:
         return met
+    # Tilings in the order of their modelled seconds: the first few are emitted, and the rest cannot be much better.
     for longer, tried in itertools.islice(kinds.by_segment(limit, tiles), _TRIED):
+        # No later one can gain anything, even if it recomputes nothing.
         if least + longer >= _ROUGHLY * met.seconds:
             break
         if names_of(tried) == names_of(tiles):
             continue
+        # `planned_in` takes the share of a budget, so the limit is divided by it first.
         result = kinds.planned_in(tried, math.ceil(limit / kinds.setting.share))
         if isinstance(result, Found):
             log.info("in other tiles: %.3f ms after %.3f", 1e3 * result.value.seconds, 1e3 * met.seconds)
@@ -103,6 +107,7 @@ def cut_finer(coarse: Found[E] | Unmet, finer: Callable[[], Found[E] | Unmet | N
         coarse: for stages as they are.
         finer: plans for finer ones, where values leave; ``None``: there are none.
     """
+    # A plan that recomputes nothing leaves nothing to gain.
     if isinstance(coarse, Found) and not coarse.value.recompute_seconds:
         return coarse
     tried = finer()

@@ -83,6 +83,7 @@ def segment_costs(joint: JointGraph, setting: Setting) -> SegmentCosts:
     graph = operations_of(joint, setting, sums=True)
     forward_reads, backward_reads, saved = _of_operations(graph, len(segments))
     forward_peak, backward_peak = [0] * len(segments), [0] * len(segments)
+    # The least that a stage needs while it runs: whatever is saved, each operation has its operands and results.
     for operation in graph.forward:
         inside = operation.segment
         forward_peak[inside] = max(forward_peak[inside], bytes_of_operation(graph, operation))
@@ -94,6 +95,7 @@ def segment_costs(joint: JointGraph, setting: Setting) -> SegmentCosts:
         read[node.meta[Mark.SEGMENT]].update(numbers[source] for source in node.all_input_nodes if source in numbers)
     gradients: list[Counter[int]] = [Counter() for _ in segments]
     parameters = set(numbers.values())
+    # A gradient counts in the segment that computes it, and several segments may add to one parameter (tied weights).
     for owner, gradient in zip(joint.gradient_owners, joint.gradients, strict=True):
         if isinstance(gradient, fx.Node) and owner in parameters and Mark.SEGMENT in gradient.meta:
             assert owner is not None
@@ -119,8 +121,10 @@ def segment_costs(joint: JointGraph, setting: Setting) -> SegmentCosts:
 def _late_seconds(graph: OperationGraph, count: int) -> tuple[float, ...]:
     """By segment, seconds of the backward's operations that depend on incoming gradients."""
     late, seconds = set(graph.tangents), [0.0] * count
+    # The backward runs from the last segment to the first, so what an operation reads was looked at before it.
     for segment in sorted(graph.backward, reverse=True):
         for operation in graph.backward[segment]:
+            # Late: it reads an incoming gradient, or what was computed from one.
             if not late.isdisjoint(operation.reads):
                 late.update(operation.makes)
                 seconds[segment] += operation.seconds
@@ -135,6 +139,7 @@ def _of_operations(graph: OperationGraph, count: int) -> tuple[_Reads, _Reads, _
     """Who reads whom, and what the backward reads of the forward."""
     forward: list[set[int]] = [set() for _ in range(count)]
     backward: list[set[int]] = [set() for _ in range(count)]
+    # A segment depends on those that make what its forward reads; tangents come from outside.
     for operation in graph.forward:
         forward[operation.segment].update(
             graph.segment_of[storage]
@@ -142,6 +147,8 @@ def _of_operations(graph: OperationGraph, count: int) -> tuple[_Reads, _Reads, _
             if graph.is_forward(storage) and storage not in graph.tangents
         )
     kept: set[int] = set()
+    # Values of the forward that a backward reads are what may be saved; values of the backward make one segment wait
+    # for another.
     for segment, operations in graph.backward.items():
         made = [storage for operation in operations for storage in operation.reads]
         kept.update(storage for storage in made if graph.is_forward(storage))
@@ -153,9 +160,12 @@ def _of_operations(graph: OperationGraph, count: int) -> tuple[_Reads, _Reads, _
     saved: list[list[tuple[int, float]]] = [[] for _ in range(count)]
     together = Counter(graph.makers[storage] for storage in kept)  # one operation recomputes all that it makes
     for storage in sorted(kept):
+        # Infinite: it must be saved, since there is no recipe, or the value is held in any case.
         seconds = math.inf
         if storage in graph.recipes and storage not in graph.must_save and storage not in graph.outputs:
             recipes = [graph.recipes[storage], *([graph.mask_only[storage]] if storage in graph.mask_only else [])]
+            # One operation that makes several of these values is recomputed once for all: each has its share of the
+            # seconds.
             seconds = min(recipe.seconds for recipe in recipes) / together[graph.makers[storage]]
         saved[graph.segment_of[storage]].append((graph.sizes[storage], seconds))
     return (

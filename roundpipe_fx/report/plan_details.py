@@ -68,6 +68,7 @@ def details_as_data(details: PlanDetails) -> dict[str, Any]:
     Returns:
         by name, lists, numbers and texts.
     """
+    # Each text is stored once, and columns have its number: names and paths of ten thousand values repeat.
     strings: dict[str, int] = {}
     memory = lines = timeline = None
     if details.step is not None:
@@ -126,6 +127,7 @@ def details_from_data(data: Mapping[str, Any]) -> PlanDetails:
     if data["memory"] is not None:
         memory = data["memory"]
         lines: dict[str, list[EmittedLine]] = {}
+        # Lines of one value follow each other in their order: those that compute it, then those that recompute it.
         for name, *line in _rows(data["lines"], strings):
             lines.setdefault(name, []).append(EmittedLine(*line))
         step = EmittedStep(
@@ -182,6 +184,7 @@ def _columns(rows: Iterable[Any], names: Sequence[str], strings: dict[str, int])
     """Rows as columns; ``texts`` names those that hold numbers of texts."""
     items = list(rows)
     columns: dict[str, list[Any]] = {name: [getattr(item, name) for item in items] for name in names}
+    # A column is of one type, so its first item tells whether it has texts.
     texts = [name for name, column in columns.items() if column and isinstance(column[0], str)]
     for name in texts:
         columns[name] = [strings.setdefault(text, len(strings)) for text in columns[name]]
@@ -231,8 +234,10 @@ def emitted_lines(
     lines: dict[str, list[tuple[str, EmittedLine]]] = {}
     every = list(modules)
     alike = Counter(module.fingerprint for module in every)
+    # The forward first, so that a value's computation comes before its recomputation.
     for module in sorted(every, key=lambda module: module.phase is not Phase.FORWARD):
         file = first.setdefault(module.fingerprint, f"stage_{module.stage}.{module.phase}.py")
+        # Modules that do the same work have one text, under the file of the first.
         if file not in lines:
             lines[file] = list(_assigning(file, stage_text(module), alike[module.fingerprint]))
         for name, line in lines[file]:

@@ -37,6 +37,7 @@ def header_lines(plan: Decisions, corrected: float | None = None) -> list[str]:
     """
     kind = "inference"
     if plan.training:
+        # Within a budget the plan decides what is recomputed, and `recompute` says nothing.
         kind = f"recompute={plan.recompute!r}, training" if plan.budget is None else "training within a budget"
     total, different = plan.segments
     cut = f"{_counted(len(plan.stages), 'stage')} of {_counted(total, 'segment')} ({different} different)"
@@ -61,6 +62,7 @@ def header_lines(plan: Decisions, corrected: float | None = None) -> list[str]:
             f"saved for the backward: {bytes_text(plan.saved_bytes)}{_on_host(plan)}; recomputed: "
             f"{plan.recompute_seconds * 1e3:.3f} ms modelled (forward {plan.forward_seconds * 1e3:.3f} ms)"
         )
+    # Rates of the CPU's table are those of every plan on a CPU, and go without saying.
     if plan.rates not in ("", CPU_RATES):
         lines.append(f"seconds are modelled with the {plan.rates}")
     if plan.tiles:
@@ -83,6 +85,7 @@ def _memory_of_device(plan: Decisions, model: ModelMemory) -> str:
     saved = sum(value.bytes for value in plan.peak.live if value.saved and not value.gradient)
     parts = {"parameters": model.parameters, f"{model.optimizer_name}'s state": model.optimizer}
     parts |= {"gradients": gradients, "saved values": saved}
+    # What remains of the peak, so that the parts add up.
     parts["temporaries and outputs"] = plan.peak.bytes - gradients - saved
     total = model.parameters + model.optimizer + plan.peak.bytes
     limit = f" of {bytes_text(model.device)}" if model.device else ""
@@ -160,6 +163,7 @@ def _mesh_lines(pipeline: PlannedPipeline) -> list[str]:
     mesh = pipeline.mesh
     if mesh is None:
         return []
+    # The fullest device is the one that decides whether the mesh fits.
     largest = max(range(len(pipeline.devices)), key=pipeline.device_bytes.__getitem__)
     parts = [f"weights {bytes_text(mesh.weight_bytes[largest])}", f"a step {bytes_text(pipeline.peak_bytes[largest])}"]
     if any(mesh.optimizer_bytes):
@@ -241,6 +245,7 @@ def _listing(title: str, values: Sequence[PlannedValue], offloaded: Collection[s
     if not values:
         return []
     lines = [f"  {title}: {len(values)} values, {bytes_text(sum(value.bytes for value in values))}"]
+    # The largest first: these are what a user can do something about.
     for value in sorted(values, key=lambda value: -value.bytes)[:_SHOWN]:
         where = f" in {value.module}" if value.module else ""
         reason = f" — {value.reason}" if value.reason else ""
@@ -299,6 +304,7 @@ def explained(plan: Decisions, name: str) -> str:
 
     Raises:
         ValueError: there is no such value or module; the message lists close matches.
+    # No value has the name: it is that of a module, and all values of its submodules are explained.
     """
     fates = list(_fates(plan))
     matching = [fate for fate in fates if fate[2].name == name]

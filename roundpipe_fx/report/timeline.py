@@ -85,6 +85,7 @@ class Timeline:
         for device, columns in enumerate(zip(timing.starts, timing.ends, timing.action_bytes, strict=True)):
             actions = orders[device]
             predicted += [
+                # Starts, ends and bytes are in the order of the schedule's actions.
                 Bar(device, action, float(start), float(end), int(size))
                 for action, start, end, size in zip(actions, *columns, strict=True)
             ]
@@ -136,6 +137,7 @@ class Timeline:
 
     def _copy_events(self) -> list[dict[str, Any]]:
         """Events of a trace for the copies, in rows behind those of the devices."""
+        # Rows of copies get numbers beyond all devices, so that they stand below them.
         rows = {
             key: _COPY_ROWS + position
             for position, key in enumerate(sorted({(c.device, c.to_host) for c in self.copies}))
@@ -182,6 +184,7 @@ class Timeline:
         except ImportError as error:
             raise ImportError("a timeline's picture needs matplotlib: pip install 'roundpipe_fx[plot]'") from error
         shown = [(name, bars) for name, bars in (("predicted", self.predicted), ("measured", self.measured)) if bars]
+        # Both pictures have as many rows, so that devices stand side by side.
         devices = 1 + max(bar.device for _, bars in shown for bar in bars)
         figure = Figure(figsize=(12, max(2.0, 0.5 * devices + 1) * len(shown)), layout="constrained")
         every = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
@@ -192,6 +195,7 @@ class Timeline:
                     bar.device, width, left=bar.start * 1e3, color=_COLORS[bar.action.kind], edgecolor="white", lw=0.5
                 )
             axes.set(xlabel="ms", ylabel="device", title=name, yticks=range(devices))
+            # Device 0 at the top, as in papers on pipelines.
             axes.invert_yaxis()
         kinds = [kind for kind in _COLORS if any(bar.action.kind is kind for _, bars in shown for bar in bars)]
         handles = [Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in kinds]

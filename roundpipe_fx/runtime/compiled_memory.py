@@ -59,11 +59,13 @@ def follow_compiled(
     if any(starts_collective(node.target) for node in nodes):  # compiled in parts
         return None
     values = [node.meta["val"] for node in nodes if node.op == "placeholder"]
+    # An input of several storages (a tuple) is no single argument of Inductor's code.
     if any(
         isinstance(value, torch.Tensor) and len(leaves) != 1 for value, leaves in zip(values, storages, strict=True)
     ):
         return None
     donated: list[int] = []
+    # As `compile_stage` decides: the code that is followed must be the code that runs.
     if dying and call.phase is not Phase.FORWARD:
         donated = [position for position in donatable(call.module, computed_inputs(call)) if position in dying]
     inputs = list(map(_with_numbers, values))
@@ -73,13 +75,16 @@ def follow_compiled(
         name = _operator_name(node)
         if name and size > 0:
             operands = fx.node.map_arg(node.args, lambda operand: operand.meta["val"])
+            # By name and operands, and by name alone, for a call whose operands Inductor writes otherwise.
             for key in (name, call_signature(name, operands)):
                 workspaces[key] = max(workspaces.get(key, 0), size)
+    # Everything that the code depends on: a fingerprint of the graph alone would mix what differs in donated inputs.
     depends_on = call.fingerprint, donated, [[*s] for s in storages], inputs, sorted(workspaces.items()), options
     key = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]
     if key not in _known:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
+        # On disk, from an earlier process; else Inductor writes the code now, without compiling its kernels.
         _known[key] = _read(key)
         if _known[key] is None:
             _known[key] = _follow(call, storages, donated, inputs, workspaces, options)
@@ -87,6 +92,7 @@ def follow_compiled(
     followed = _known[key]
     if followed is None or not beyond:
         return followed
+    # Added after reading: what is kept on disk does not depend on it.
     operations = [one._replace(workspace=one.workspace + beyond) for one in followed.operations]
     return followed._replace(operations=operations)
 

@@ -85,6 +85,7 @@ class _Step:
         """In a process that was forked: the thread, which may have held the future's lock, is the parent's."""
         if not self.is_over:
             self.failure = RuntimeError(FORKED_WITHIN)
+        # In a forked child no worker will ever complete the parent's future: the child gets one that is complete.
         self.future = Future()
         self._tell()
 
@@ -123,6 +124,7 @@ class OptimizerParameters:
         first: dict[nn.Parameter, str] = {}
         for name, parameter in list(self._model.named_parameters(remove_duplicate=remove_duplicate)):
             if parameter.requires_grad:
+                # Shared parameters have one copy, under the first of their names.
                 first_name = first.setdefault(parameter, name)
                 yield f"{prefix}.{name}" if prefix else name, self._copy(first_name, parameter)
 
@@ -146,6 +148,8 @@ class OptimizerParameters:
             (names_of_copies.get(id(one), one), one) for group in optimizer.param_groups for one in group["params"]
         ]
         if self.dtype is not None:
+            # An optimizer that was made outside of the context steps the model's bfloat16 parameters themselves, and
+            # would lose the copies' updates.
             names = {id(parameter): name for name, parameter in named.items()}
             for parameter, target in pairs:
                 if parameter is target and id(parameter) in names:
@@ -175,6 +179,8 @@ class OptimizerParameters:
             step_fn(*args, **kwargs)
             return
         if is_async:
+            # The result of the step before: with ``is_async`` it reaches the model one step late, and this step's
+            # gradients are moved before the worker starts.
             self._copy_back()
         self._move_gradients()
         if is_async:
@@ -187,6 +193,7 @@ class OptimizerParameters:
 
     def _on_streams_of_now(self, step_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function for another thread, so that it runs on the streams that moved the gradients."""
+        # PyTorch's current streams belong to a thread: the worker must enqueue behind what this thread has enqueued.
         devices = {copy.device for copy in self._copies.values() if copy.device.type not in ("cpu", "meta")}
         streams = [torch.accelerator.current_stream(device) for device in devices]
 
@@ -206,6 +213,7 @@ class OptimizerParameters:
     def _wait(self) -> None:
         self.updates.synchronize()
         if self._pending is not None:
+            # The step stays pending if this wait is interrupted: the next call waits for it once more.
             wait([self._pending.future])  # an interrupt here leaves it pending
             pending, self._pending = self._pending, None
             pending.future.result()
@@ -222,7 +230,9 @@ class OptimizerParameters:
             if copy.grad is None:
                 copy.grad = parameter.grad.to(device=copy.device, dtype=copy.dtype, copy=True)
             else:
+                # Several backwards between two steps add up, as ``.grad`` of a parameter does.
                 copy.grad.add_(parameter.grad.to(copy.device))
+            # Freed at once, so that gradients in both dtypes exist for one parameter at a time.
             parameter.grad = None
 
     @torch.no_grad()
@@ -242,6 +252,7 @@ class OptimizerParameters:
         if self.dtype is None:
             return
         for name, parameter in self._model.named_parameters():
+            # What a checkpoint lacks begins as a copy of the model's parameter.
             if name in saved or name in self._copies:
                 self._copy(name, parameter).copy_(saved.get(name, parameter))
 

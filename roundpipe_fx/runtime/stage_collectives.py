@@ -62,11 +62,14 @@ def counted(node: fx.Node) -> Callable[..., Any]:
 @functools.cache
 def _counted(target: Callable[..., Any], votes: bool) -> Callable[..., Any]:
     def call(*arguments: Any, **options: Any) -> Any:
+        # At a collective of unknown sizes all ranks vote first; where sizes are known a failed rank takes part with
+        # zeros.
         if votes and _progress.voting:
             group, value = group_argument(target, arguments, options), _first_tensor(arguments)
             if group is not None and _vote(False, group, value.device):
                 _progress.started += 1
                 raise Stopped
+        # Counted after it was started: if it raises itself, it is run once more with zeros.
         result = target(*arguments, **options)
         _progress.started += 1
         return result
@@ -77,6 +80,7 @@ def _counted(target: Callable[..., Any], votes: bool) -> Callable[..., Any]:
 def collectives_of(graph: fx.Graph) -> tuple[Collective, ...]:
     """The collectives of a stage module, in order; none if sizes of one depend on data and its group has no name."""
     nodes = [node for node in graph.nodes if starts_collective(node.target)]
+    # Without the group there is nobody to vote with, so such a graph cannot go through its collectives.
     if any(not _is_known(node) and group_argument(node.target, node.args, node.kwargs) is None for node in nodes):
         return ()
     return tuple(functools.partial(_run if _is_known(node) else _fail, node) for node in nodes)

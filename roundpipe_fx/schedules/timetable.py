@@ -160,6 +160,7 @@ class Schedule:
             the copy.
         """
         forward, backward = self.only(ActionKind.FORWARD), self.only(*KINDS[1:])
+        # With a barrier between them, the order within each half is all that is left to choose.
         # Pairwise concatenation keeps each device's order within the halves.
         orders = tuple(np.concatenate(pair) for pair in zip(forward.orders, backward.orders, strict=True))
         return Schedule(self.name, orders, True)
@@ -213,6 +214,7 @@ class Schedule:
 
 def _code(kind: ActionKind, stage: int) -> int:
     """A number for an action without its microbatch."""
+    # Kind and stage in one number: stages are below 2**20, so ``np.isin`` compares both at once.
     return NUMBER[kind] << 20 | stage
 
 
@@ -226,6 +228,7 @@ def _lines(text: str) -> list[str]:
 
 def run_of(device: int, devices: int, stages: int) -> list[int]:
     """Indices of a device's consecutive stages, with the stages divided among devices as evenly as possible."""
+    # 5 stages on 2 devices: device 0 has stages 0 and 1, device 1 has 2, 3 and 4.
     return list(range(device * stages // devices, (device + 1) * stages // devices))
 
 
@@ -233,6 +236,7 @@ def block_of(kind: ActionKind, stages: Sequence[int], microbatches: int, start: 
     """Actions that run each microbatch from ``start`` on through all ``stages`` in turn; shape (actions, 3)."""
     count = max(0, microbatches - start)
     made = np.empty((count * len(stages), 3), dtype=np.int32)
+    # ``stages=[0, 1]`` and 2 microbatches give the rows F0.0, F1.0, F0.1, F1.1.
     made[:, 0] = NUMBER[kind]
     made[:, 1] = np.tile(np.asarray(stages, dtype=np.int32), count)
     made[:, 2] = np.repeat(np.arange(start, start + count, dtype=np.int32), len(stages))
@@ -241,5 +245,6 @@ def block_of(kind: ActionKind, stages: Sequence[int], microbatches: int, start: 
 
 def pairs(first: np.ndarray, second: np.ndarray, width: int) -> np.ndarray:
     """``width`` actions of ``first`` and ``width`` actions of ``second`` in alternation; both have the same length."""
+    # Rows of both are taken in turns, `width` of the first and then `width` of the second.
     both = np.stack([first.reshape(-1, width, 3), second.reshape(-1, width, 3)], axis=1)
     return both.reshape(-1, 3)

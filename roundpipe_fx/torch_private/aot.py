@@ -81,6 +81,7 @@ def note_no_donated_buffers() -> None:
     which cannot be reached from here.
     """
     context = TracingContext.try_get()
+    # An empty list says that nothing may be freed early; ``None`` would say nothing.
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
 
@@ -125,6 +126,7 @@ def returned_outputs(graph: fx.GraphModule, num_forward_outputs: int) -> list[in
 
 def _is_returned(description: Any) -> bool:
     """Test for an output of Dynamo's graph, or an inner tensor of one."""
+    # An attribute of a tensor subclass (the local tensor of a DTensor) is described by what it is taken from.
     while isinstance(description, SubclassGetAttrAOTOutput):
         description = description.base
     return isinstance(description, PlainAOTOutput)
@@ -148,6 +150,7 @@ def gradient_inputs(joint: fx.GraphModule, num_forward_outputs: int) -> list[int
     outputs: Any = joint.graph.output_node().args[0]
     gradients = list(outputs[num_forward_outputs:])
     descriptions = joint.graph.output_node().meta.get("desc")
+    # Without descriptions, gradients are in the order of the inputs.
     if descriptions is None:
         return list(range(len(gradients)))
     inputs = enumerate(joint.graph.find_nodes(op="placeholder"))
@@ -208,6 +211,7 @@ def registered_backwards(targets: Sequence[Any]) -> list[Any]:
 
     definitions = {}
     for target in targets:
+        # One overload has the operator's name without the overload's; a packet has only that.
         if isinstance(target, torch._ops.OpOverload):
             name = target._schema.name
         elif isinstance(target, torch._ops.OpOverloadPacket):
@@ -232,6 +236,7 @@ def traces(function: Callable[[], Any], tensors: Sequence[Any]) -> bool:
 
     mode = torch._guards.detect_fake_mode(tensors)
     shape_env = mode.shape_env if mode is not None else None
+    # Symbols that the trial creates are bound nowhere, which PyTorch would report as an error.
     fresh = shape_env.ignore_fresh_unbacked_symbols() if shape_env is not None else contextlib.nullcontext()
     try:
         with disable_proxy_modes_tracing(), fresh:
@@ -261,5 +266,6 @@ def leave_unused_gradients_out(output: torch.Tensor) -> torch.autograd.graph.Nod
     # The class is made in a function, so it is told by its name, which the canary looks for.
     if type(node).__name__ != "CompiledFunctionBackward":
         return None
+    # ``None`` instead of zeros for outputs whose gradients nobody gives: zeros would take memory.
     node.set_materialize_grads(False)
     return node

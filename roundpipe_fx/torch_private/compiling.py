@@ -87,6 +87,7 @@ def inductor(
     mode = detect_fake_mode(example_inputs)
     context = TracingContext(mode)
     caching: Any = torch.compiler.config
+    # Donated inputs change the code and no graph, so they must be part of the key of Inductor's cache.
     tag = caching.cache_key_tag
     if donated:
         metadata: Any = types.SimpleNamespace(bw_donated_idxs=sorted(donated), static_input_indices=[])
@@ -101,6 +102,7 @@ def inductor(
         config.patch({**(options or {}), "fallback_random": True}),
         caching.patch(cache_key_tag=tag),
     ):
+        # Decompositions are applied here: `compile_fx_inner` takes a graph that has been lowered.
         retrace = make_fx(
             module, decomposition_table={**select_decomp_table(), **decompositions}, _allow_non_fake_inputs=True
         )
@@ -109,6 +111,7 @@ def inductor(
         output = lowered.graph.output_node()
         results: Any = module.graph.output_node().args[0]
         values = [result.meta.get("val") if isinstance(result, fx.Node) else None for result in results]
+        # Without these Inductor may choose other strides for results, which the next stage does not expect.
         output.meta["original_output_strides"] = [
             value.stride() if isinstance(value, torch.Tensor) else None for value in values
         ]
@@ -127,6 +130,7 @@ def _with_names(examples: Sequence[Any]) -> list[Any]:
     named: set[Any] = set()
     of_sizes: set[Any] = set()
     for value in examples:
+        # Symbols that are an input or a size of one have names in the code; expressions of several have none.
         sizes = [size for size in (*value.shape, *value.stride()) if _is_symbolic(size)] if _is_strided(value) else []
         of_sizes.update(*(size.node.expr.free_symbols for size in sizes))
         numbers = [*sizes, *([value] if _is_symbolic(value) else [])]
@@ -182,10 +186,12 @@ def inductor_code(
 
     def note(key: str, path: str, linemap: Any = None, attrs: Any = None, **settings: Any) -> Any:
         # What Inductor tries out while it writes has no attributes.
+        # Other threads may load code meanwhile, and are not ours to intercept.
         if threading.get_ident() != thread or attrs is None:
             return load(key, path, linemap, attrs, **settings)
         with open(path) as file:
             written.append(file.read())
+        # Stands for the loaded module: nothing of it is called, as only the text is wanted.
         return types.SimpleNamespace(call=lambda *_: None, __file__=path)
 
     with (

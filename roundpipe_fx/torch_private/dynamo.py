@@ -71,6 +71,7 @@ def passed_through(error: Exception) -> PassedThrough:
         error: of a built-in type that takes a message.
     """
     kind = type(error)
+    # Both: Dynamo lets it pass, and a user's ``except ValueError`` still catches it.
     made: Any = type(kind.__name__, (PassedThrough, kind), {"__module__": kind.__module__})
     return made(str(error)).with_traceback(error.__traceback__)
 
@@ -110,6 +111,7 @@ def enter_around_compilations(by_others: Callable[[CodeType, Sequence[torch.nn.M
         if around is not None:
             with around(CompiledFrame(frame.f_code, _given_options(self))):
                 return compile_undisturbed(self, frame, *args, **kwargs)
+        # Another backend has compiled this frame. One of its modules may be compiled in place with ours.
         compiled = compile_frame(self, frame, *args, **kwargs)
         if compiled.guarded_code is not None:
             by_others(frame.f_code, _owners(frame.f_locals))
@@ -199,8 +201,10 @@ def _limit_in(text: str, attempt: Any) -> RecompileLimit | None:
         attempt: Dynamo's metrics of the compilation.
     """
     name = _LIMIT.search(text)
+    # "recompile limit" is part of the message, and the setting's name may occur elsewhere.
     if name is None or "recompile limit" not in text:
         return None
+    # The first line names the guard that failed in the last compiled version.
     last = getattr(attempt, "recompile_reason", None) or ""
     guard = _GUARD.match(last.partition("\n")[0])
     number = getattr(torch._dynamo.config, name.group())
@@ -226,6 +230,7 @@ def untraced_functions(code: CodeType) -> Iterator[list[UntracedFunction]]:
     yield untraced
     # Attempts since this context began, latest first.
     for attempt in itertools.takewhile(lambda attempt: attempt is not last, reversed(get_compilation_metrics())):
+        # A frame that was traced again after our own error is no failure.
         if was_retried(attempt.co_filename, attempt.co_firstlineno):
             continue
         limit = _limit_in(attempt.fail_reason or "", attempt)
@@ -291,6 +296,7 @@ def module_path_text(source: str) -> str:
     """
     root = _ROOT.match(source)
     steps = _PATH_STEP.findall(source[root.end() :] if root else "." + source)
+    # ``_modules`` and ``__dict__`` are how Dynamo reads attributes, and no part of a path.
     return ".".join(step for step in (attribute or key for attribute, key in steps) if step not in _TABLES)
 
 
@@ -302,6 +308,7 @@ def input_path(placeholder: fx.Node) -> tuple[str, bool]:
     path = module_path_text(text)
     if path and ("_parameters[" in text or "_buffers[" in text):
         return path, True
+    # An argument: ``L['batch']['ids']`` is called ``batch_ids``.
     matched = re.match(r"L\['([^']+)'\](.*)$", text)
     if matched:
         rest = re.sub(r"[^0-9A-Za-z]+", "_", matched.group(2)).strip("_")
@@ -355,6 +362,7 @@ def tracing_inside_checkpoint() -> bool:
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
+    # Tracers are nested as higher-order operators are; any of them may be the checkpoint.
     tracer: Any = InstructionTranslator.current_tx().output.current_tracer
     while tracer is not None:
         if tracer.source_target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -376,12 +384,14 @@ def forget_compiled(backends: Sequence[Any]) -> None:
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.guards import DeletedGuardManagerWrapper
 
+    # All functions that Dynamo has seen: a code object does not know its backends.
     for code in [code for reference in input_codes.seen if (code := reference()) is not None]:
         entries = _debug_get_cache_entry_list(code)
         alive = [entry for entry in entries if not isinstance(entry.guard_manager, DeletedGuardManagerWrapper)]
         unused = [entry for entry in alive if any(_given_backend(entry.backend) is backend for backend in backends)]
         if not unused:
             continue
+        # Entries cannot be removed one by one. They are invalidated, and once too many are, the code is compiled anew.
         used = len(alive) - len(unused)
         if not used or len(entries) - used > _MOST_UNUSED:
             torch._dynamo.eval_frame.reset_code(code)  # models that are in use are compiled once more
@@ -467,7 +477,9 @@ def traced_forward_call() -> int:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     frame = InstructionTranslator.current_tx().output.current_tx
+    # One count for each top-level trace: a retried trace begins at 0 again.
     calls = _forward_calls.setdefault(frame.output.root_tx, _ForwardCalls())
+    # The innermost ``forward`` that encloses the call, whichever helper functions lie between.
     while frame.parent is not None and frame.f_code.co_name != "forward":
         frame = frame.parent
     if frame not in calls.number_of:

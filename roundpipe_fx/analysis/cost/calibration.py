@@ -69,6 +69,7 @@ def calibrated(table: Roofline, device: torch.device) -> Roofline:
         The table where nothing may be measured: without files on disk, with several processes, while a graph is
         captured, or with deterministic algorithms, which are other kernels.
     """
+    # Ranks must plan alike, and each would measure other rates.
     if not is_on() or _has_ranks() or torch.are_deterministic_algorithms_enabled():
         return table
     with _calibrating:
@@ -93,6 +94,7 @@ def _with_rates(table: Roofline, rates: Mapping[str, float], device: torch.devic
         flops={**table.flops, **{dtype: rates[str(dtype)] for dtype in _DTYPES}},
         bandwidth=rates["memory"],
         host=rates["host"],
+        # At most 1: a link that is full in one direction cannot be faster with traffic in both.
         both_ways=min(rates["host both ways"] / rates["host"], 1.0),
         overhead=rates["kernel seconds"],
         launch=rates["launch seconds"],
@@ -143,6 +145,7 @@ def _measured(path: Path, device: torch.device) -> Mapping[str, float] | None:
     except (RuntimeError, NotImplementedError) as error:  # memory ran out, or a kernel is missing
         failure = str(error)
     # Outside the handler nothing holds tensors any more.
+    # Blocks that the measurement has left in the allocator are returned; those that were there before stay.
     if torch.cuda.memory_reserved(device) > reserved:
         torch.cuda.empty_cache()
     if rates is None:
@@ -157,6 +160,7 @@ def _measured(path: Path, device: torch.device) -> Mapping[str, float] | None:
 
 def _rounded(rate: float) -> float:
     """The nearest step."""
+    # Steps of 5 %: ``10**(1/48)`` is 1.049. Noise between runs rarely crosses a step, and then plans stay the same.
     return float(f"{10 ** (round(_STEPS * math.log10(rate)) / _STEPS):.4g}")
 
 
@@ -195,6 +199,7 @@ class _Clock:
 
     def _seconds(self, run: Callable[[], Any], times: int = 4) -> float:
         """Seconds of a run on the device, once it has run before."""
+        # The first run loads kernels and chooses algorithms.
         run()
         if time.perf_counter() > self.deadline:
             raise _TooSlow(f"it takes longer than {_SECONDS:g} s")
@@ -212,22 +217,27 @@ class _Clock:
 
     def _products(self, dtype: torch.dtype) -> float:
         """Operations per second of all products together."""
+        # ``2 n³`` operations of a small product give a first idea of the rate, and so of the sizes that take
+        # `_PRODUCT_SECONDS`.
         probe = self._numbers(_PROBE, _PROBE, dtype=dtype)
         rate = 2 * _PROBE**3 / self._seconds(lambda: probe @ probe)
         flops, seconds = 0, 0.0
         for sizes in _PRODUCTS:
+            # Each side is divided by the cube root, so that the product has as many operations fewer.
             smaller = max(1.0, 2 * math.prod(sizes) / rate / _PRODUCT_SECONDS) ** (1 / 3)
             rows, inner, columns = (max(32, int(size / smaller) // 32 * 32) for size in sizes)
             left = self._numbers(rows, inner, dtype=dtype)
             right = self._numbers(columns, inner, dtype=dtype).t()
             taken = self._seconds(functools.partial(torch.mm, left, right))
             flops, seconds = flops + 2 * rows * inner * columns, seconds + taken
+            # Later sizes are chosen by the best rate so far: the probe is too small to keep the device busy.
             rate = max(rate, 2 * rows * inner * columns / taken)
         return flops / seconds
 
     def _attention(self, rate: float) -> dict[str, float]:
         """Operations per second of attention, causal as most models have it."""
         tokens, heads, width = 2048, 16, 128
+        # Seven products of the forward and the backward, of which a causal mask halves the scores.
         while tokens > 64 and 7 * 2 * heads * tokens**2 * width / 2 > rate * _PRODUCT_SECONDS:
             tokens //= 2
         queries, keys, values = (self._numbers(2, heads, tokens, width, dtype=torch.bfloat16) for _ in range(3))
@@ -241,6 +251,7 @@ class _Clock:
                 result = attend()
                 incoming = result.detach()
                 backward = self._seconds(lambda: torch.autograd.grad(result, leaves, incoming, retain_graph=True))
+        # The backward has five products where the forward has two.
         return {"attention forward": flops / forward, "attention backward": 5 * flops / 2 / backward}
 
     def _memory_and_launches(self) -> dict[str, float]:
@@ -255,6 +266,7 @@ class _Clock:
 
         launch()
         torch.cuda.synchronize(self.device)
+        # The host's seconds: launches return before the device has run them.
         began = time.perf_counter()
         launch()
         host = (time.perf_counter() - began) / _LAUNCHES
@@ -268,6 +280,7 @@ class _Clock:
         end.record()
         end.synchronize()
         kernel = max(start.elapsed_time(end) * 1e-3 / _LAUNCHES, 1e-9)
+        # A copy reads and writes each byte.
         return {"memory": 2 * _COPIED / copy, "launch seconds": host, "kernel seconds": min(kernel, host)}
 
     def _link(self) -> dict[str, float]:
@@ -299,6 +312,7 @@ class _Clock:
                 join(*streams)
 
             try:
+                # The slower direction: a plan copies in both.
                 alone = max(self._seconds(incoming), self._seconds(outgoing))
                 return {"host": _SENT / alone, "host both ways": _SENT / self._seconds(both)}
             finally:

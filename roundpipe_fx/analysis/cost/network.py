@@ -42,10 +42,12 @@ class Ring:
         """Seconds until all ranks have a tensor of ``size`` bytes of which each had a part; or the reverse, reduced."""
         if self.ranks == 1 or not size:
             return 0.0
+        # ``(n - 1) / n`` of the bytes pass each link.
         return self.latency + (self.ranks - 1) / self.ranks * size / self.bandwidth
 
     def all_reduce_seconds(self, size: int) -> float:
         """Seconds until all ranks have the sum of their tensors of ``size`` bytes."""
+        # A reduce-scatter and a gather, each of which takes as long as the other.
         return 2 * self.gather_seconds(size)
 
 
@@ -108,6 +110,7 @@ class Network:
         Returns:
             whether some pipeline sends over the network between them.
         """
+        # One replica after another: each occupies `pipeline` devices in a row, and pipelines may lie across nodes.
         firsts = range(0, min(replicas, self.node) * pipeline, pipeline)  # on a node, the next ones lie as these
         return any((first + device) // self.node != (first + other) // self.node for first in firsts)
 
@@ -121,6 +124,7 @@ class Network:
         Returns:
             the ring, as fast as the slowest of its links.
         """
+        # Ranks of the ring that are `stride` apart lie on one node: 8 devices and stride 2 give 4.
         together = max(1, self.node // stride)
         return self._ring(ranks, -(-ranks // together), together)
 
@@ -133,6 +137,7 @@ class Network:
         Returns:
             the ring, as fast as the slowest of its links.
         """
+        # The node with the fewest ranks has the fewest adapters for the ring's channels.
         nodes = Counter(rank // self.node for rank in ranks)
         return self._ring(len(ranks), len(nodes), min(nodes.values()))
 
@@ -151,8 +156,10 @@ class Network:
         """A ring over nodes, which has at least so many ranks together on each."""
         if nodes == 1:
             return Ring(ranks, (ranks - 1) * self.within_latency, self.within_bandwidth)
+        # A ring over k nodes leaves a node k - 1 times on the way of a part; all other hops stay inside.
         latency = (nodes - 1) * self.between_latency + (ranks - nodes) * self.within_latency
         bandwidth = self.between_bandwidth * together
+        # Channels share the links within a node, so these bound the ring as well.
         return Ring(ranks, latency, min(bandwidth, self.within_bandwidth) if together > 1 else bandwidth)
 
 

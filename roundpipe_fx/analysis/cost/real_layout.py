@@ -50,6 +50,8 @@ def lies_plainly(value: torch.Tensor) -> bool:
     if value.layout is not torch.strided:
         return False
     sizes, strides = layout_of(value)
+    # Row-major: from the last dimension on, each stride is the product of the sizes behind it. ``[4, 1, 3]`` has ``(3,
+    # 3, 1)``.
     following = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if stride != following:
@@ -68,6 +70,7 @@ def real_values(node: fx.Node, device: torch.device | None) -> list[torch.Tensor
     Returns:
         ``None`` if nothing is known.
     """
+    # A pointwise operator's layout follows from small tensors as well, without running the real sizes.
     if device is not None and is_measured(node, device) and not has_tag(node.target, torch.Tag.pointwise):
         trial = try_apart(node, device)
         operands = [value for source in node.all_input_nodes for value in tensor_values(source)]
@@ -111,6 +114,7 @@ def note_sparse_bytes(node: fx.Node, device: torch.device | None) -> None:
     values = [value for value in tensor_values(node) if value.layout is not torch.strided]
     if len(values) == 1 and device is not None and is_measured(node, device):
         trial = try_apart(node, device)
+        # `left` counts what the result holds beside its operands.
         if trial is not None:
             operands = [value for source in node.all_input_nodes for value in tensor_values(source)]
             note_bytes(values[0], trial.left + tensor_bytes(operands))  # it may share memory with its operands
@@ -134,6 +138,7 @@ def small_values(node: fx.Node, value_of: ValueOf = lambda node: node.meta.get("
             return scale.small(value) if value.layout is torch.strided else None
         return number_hint(value)
 
+    # Constant lists of numbers stay as they are: a list of a million would be a call as large as the real one.
     if not node.all_input_nodes or any(map(_is_large, node.args)):
         return None
     args = argument(node.args)
@@ -199,21 +204,26 @@ class _Scale:
     def small(self, value: torch.Tensor) -> _Small:
         """The small tensor of an operand."""
         sizes, strides = layout_of(value)
+        # Sizes 0, 1, 2 stay, all larger ones are 3: enough for a kernel to see the order of strides.
         small = tuple(min(size, _LARGEST_SMALL) for size in sizes)
         small_sizes = [0] * len(sizes)
         known = {0: 0}
         following, small_following = 1, 1
         for dim in _inner_first(sizes, strides):
+            # An expanded dimension (stride 0) is expanded in the small tensor, too.
             if not strides[dim]:
                 continue
             if strides[dim] > following:  # kernels ask whether a tensor has gaps
                 small_following *= 2
             known[strides[dim]] = small_sizes[dim] = small_following
             following, small_following = strides[dim] * sizes[dim], small_following * small[dim]
+            # The stride that a dimension around all of them would have, as a dimension of size 1 often does.
             known.setdefault(following, small_following)
         known.setdefault(1, 1)
         for dim, size in enumerate(sizes):
             if size == 1:
+                # A stride that is none of the tensor's own stands for itself: if it comes back in the result, `large`
+                # knows it again.
                 small_sizes[dim] = known[strides[dim]] if strides[dim] in known else self._stand_in(strides[dim])
         layout = TensorLayout(small, tuple(small_sizes))
         self._operands.append((layout, value))
@@ -227,6 +237,7 @@ class _Scale:
         if small.sizes != tuple(min(size_hint(size), _LARGEST_SMALL) for size in noted.shape):
             return None
         shape = str(tuple(noted.shape))
+        # A result that lies like an operand has its strides, gaps included.
         for layout, operand in self._operands:
             if layout == small and str(tuple(operand.shape)) == shape:
                 return _lying_like(noted, operand)
@@ -251,6 +262,7 @@ class _Scale:
 
 def _inner_first(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
     """Dimensions of size above 1, from the innermost in memory to the outermost."""
+    # Expanded dimensions have equal strides (0); of equal ones the later dimension is the inner one.
     return sorted((dim for dim, size in enumerate(sizes) if size > 1), key=lambda dim: (strides[dim], -dim))
 
 
@@ -258,6 +270,7 @@ def _inner_first(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
 def _run_small(target: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> tuple[TensorLayout | None, ...] | None:
     def real(value: _Small, kind: OperandKind | None) -> torch.Tensor:
         sizes, strides = value.layout
+        # The address of the last element: strides with gaps reach beyond the number of elements.
         reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
         numbers = torch.ones(max(reach, 1), dtype=value.dtype, device="cpu" if is_on_host(kind) else value.device)
         return numbers.as_strided(sizes, strides)
@@ -290,6 +303,7 @@ def _as_it_lies(noted: torch.Tensor, layout: TensorLayout, operands: Sequence[to
     # Sizes are symbolic: strides are products of them.
     strides: list[Any] = [0] * noted.dim()
     following, reached = 1, 1
+    # Dimensions of size 1 first among equal strides: their stride is that of the next dimension inside.
     for dim in sorted(range(noted.dim()), key=lambda dim: (layout.strides[dim], layout.sizes[dim] > 1, -dim)):
         if layout.strides[dim] != reached:
             return None
@@ -316,6 +330,7 @@ def _in_storage(value: torch.Tensor | None, size: int) -> torch.Tensor | None:
     more = size - size_hint(value.untyped_storage().nbytes())
     if more <= 0 or not lies_plainly(value):
         return value
+    # Kernels may allocate more than their result needs: the value gets a storage of that size.
     with value.fake_mode:  # type: ignore[attr-defined]
         whole = torch.empty(value.numel() + -(-more // value.dtype.itemsize), dtype=value.dtype, device=value.device)
         return whole.as_strided(value.shape, value.stride())

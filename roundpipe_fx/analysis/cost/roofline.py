@@ -77,15 +77,19 @@ class Roofline:
     def node_seconds(self, node: fx.Node, flops: int, traffic: int, dtype: torch.dtype) -> float:
         """Modelled seconds of a node's operation."""
         if is_collective(node.target):
+            # `None`: an operator without a known volume is costed by the bytes that it reads and writes.
             sent = collective_seconds(node, self.network)
             if sent is not None:
                 return sent
         packet = getattr(node.target, "overloadpacket", None)
         for attention, rates in ((_ATTENTION, self.attention_forward), (_ATTENTION_BACKWARDS, self.attention_backward)):
             if packet in attention and dtype in rates:
+                # Expressed in operations of products: half the rate is twice as many.
                 flops = round(flops * self.flops[dtype] / rates[dtype])
+        # Lookups read the rows that are asked for, and not the table; the loss reads one score of each row.
         if self.launch and packet in _UNREAD:
             operand = node.args[_UNREAD[packet]]
+            # A lookup reads as many bytes as it writes.
             traffic -= _bytes_of(operand) if isinstance(operand, fx.Node) else 0
             traffic += _bytes_of(node) if packet in _ROWS_READ else 0
         operators = [node.target, *(argument for argument in node.args if isinstance(argument, torch._ops.OpOverload))]
@@ -94,6 +98,7 @@ class Roofline:
     def seconds(self, flops: int, traffic: int, dtype: torch.dtype = torch.float32, draws: int = 0) -> float:
         """Modelled seconds of an operation with ``flops``, ``traffic`` in bytes, and ``draws`` random numbers."""
         peak = self.flops.get(dtype, self.flops[torch.float32])
+        # The longer of computing and moving bytes, which overlap; the generator's numbers and the overhead come on top.
         return max(flops / peak, traffic / self.bandwidth) + draws * self.draw + self.overhead
 
     def transfer_seconds(self, size: int) -> float:
@@ -140,6 +145,7 @@ def _gpu(name: str, peaks: Peaks, shares: Shares, tf32: bool, half_sums: bool) -
         half_sums: whether products in float16 sum in float16.
     """
     half, single = shares.products.value, shares.float32_products.value
+    # Attained rates: shares of the data sheet's peaks that benchmarks reach.
     attained = {
         torch.float32: single * (peaks.tf32 if tf32 else peaks.float32),
         torch.float16: half * (peaks.half_sums if half_sums else peaks.half),
@@ -232,6 +238,7 @@ def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> int:
     if formula is None:
         return 0
     args, kwargs, out = tree_map(_shape, (args, kwargs, result))
+    # PyTorch counts all scores, and with a causal mask only those below the diagonal are computed.
     computed, counted = _scores(target, args, kwargs)
     return int(formula(*_with_all_heads(target, args), **kwargs, out_val=out)) * computed // counted
 
@@ -275,6 +282,8 @@ def _scores(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
         return 1, 1
     queries, keys = named["query"][-2], named["key"][-2]
     seen = min(queries, keys)  # query i, from 0, sees keys 0 to i
+    # A triangle of `seen` rows, and below it rows that see all keys: 4 queries and 2 keys compute 3 + 2·2 = 7 of 8
+    # scores.
     return seen * (seen + 1) // 2 + (queries - seen) * keys, max(queries * keys, 1)
 
 

@@ -86,10 +86,12 @@ def try_alone(node: fx.Node, device: torch.device, single: bool = False) -> Tria
         ``None`` if the operator must not be run on made-up operands, does not accept these, or has no memory for them.
     """
     key = _key_of(node, device, single)
+    # Held for the look at the table alone: a trial takes up to seconds, and two threads may make it twice.
     with _trying:
         _read_trials(device)
         if key in _tried:
             return _tried[key]
+    # Not cached: with more memory free the next call tries it.
     if not single and not fits(node, device, _BYTES_OF_NUMBERS if _depends_on_numbers(node) else 0):
         log.info("%s is not tried: %s has no memory for its operands and results", node.target, device)
         return None
@@ -99,6 +101,7 @@ def try_alone(node: fx.Node, device: torch.device, single: bool = False) -> Tria
         log.info("%s is not tried: %s", node.target, error)
         return None
     with _trying:
+        # A table that is full starts again: trials are kept on disk.
         if len(_tried) >= _MOST_KNOWN:
             _tried.clear()
         _tried[key] = trial
@@ -169,6 +172,7 @@ def _read_trials(device: torch.device) -> None:
         log.info("the file of trials %s is ignored: %s", path, error)
         return
     for key, trial in trials.items():
+        # What this process has tried goes before what the file says.
         _tried.setdefault(key, trial)
 
 
@@ -201,6 +205,7 @@ def _trial_from(trial: Any) -> Trial:
 
 def run_apart(work: Callable[[], T]) -> T:
     """Run a function in another thread, where no dispatch mode and no profiler of the user is active."""
+    # A new thread has no dispatch modes and no profiler of the caller's.
     with ThreadPoolExecutor(1, "roundpipe_fx trials") as thread:
         return thread.submit(work).result()
 
@@ -228,16 +233,19 @@ def _depends_on_numbers(node: fx.Node) -> bool:
 
 
 def _run(node: fx.Node, device: torch.device, single: bool) -> Trial | None:
+    # Zeros first: they are valid as indices, lengths and probabilities for nearly every operator.
     trials = [_run_on(node, device, torch.Tensor.zero_, single)]
     if _depends_on_numbers(node):
         arguments = arguments_of_node(node)
         limits = index_limits(kinds_of_call(node.target, arguments) or {}, arguments)
+        # The least size bounds what an index may be in any operand, where the rules say nothing more exact.
         sizes = [size for source in node.all_input_nodes for value in tensor_values(source) for size in value.shape]
         least = min(limits or (count for size in sizes if (count := size_hint(size))), default=1)
         trials += [_run_on(node, device, fill, single) for fill in (_ones(least if limits else 2), _spread(least))]
     known = [trial for trial in trials if trial is not None]
     if not known:
         return None
+    # Values decide how much is needed, so the largest of the tries counts.
     most = max(trial.workspace for trial in known)
     return Trial(most, max(trial.left for trial in known), known[0].layouts, known[0].storages)
 
@@ -268,6 +276,7 @@ def _spread(limit: int) -> Callable[[torch.Tensor], torch.Tensor]:
 def _run_on(
     node: fx.Node, device: torch.device, fill: Callable[[torch.Tensor], torch.Tensor], single: bool
 ) -> Trial | None:
+    # A trial may draw random numbers, which the user's program must not miss.
     restore = save_rng_states([device] if device.type == "cuda" else [])
     seen: list[ProfiledMemory] = []
     try:

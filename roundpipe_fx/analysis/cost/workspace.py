@@ -79,6 +79,7 @@ def workspaces_of(
         bytes by node; absent where a node has no workspace, or an unknown one.
     """
     gpu = _gpu(device, present)
+    # A device that is not there cannot measure, and nothing was learned from steps on it.
     if not present:
         return {} if gpu is None else _by_formula(nodes, gpu)
     learned = learned or {}
@@ -93,9 +94,12 @@ def workspaces_of(
         if is_functional_collective(node.target):
             workspaces[node] += copied_bytes(node)
         elif depends_on_data(node):
+            # What steps have shown, since such an operator is not run on made-up operands.
             workspaces[node] += learned.get(learned_name(node), 0)
         elif may_have_workspace(node, device) and not (fused and _is_pointwise(node)):
+            # Fused pointwise operations are one kernel without temporaries. Equal calls are measured once.
             asked.setdefault(signature_of(node, _is_free_of_sizes(node)), []).append(node)
+    # In a thread of its own, where no dispatch mode of the caller is active.
     measured = run_apart(lambda: {signature: _measure(same[0], device) for signature, same in asked.items()})
     for signature, same in asked.items():
         workspace = measured[signature]
@@ -117,6 +121,7 @@ def _gpu(device: torch.device, present: bool) -> Gpu | None:
     """The device that formulas are evaluated for; ``None``: they are not about such a device."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
+    # With warnings only, kernels that are not deterministic run nevertheless.
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     deterministic = torch.are_deterministic_algorithms_enabled() and not warned
     if not present:
@@ -171,8 +176,10 @@ def _is_free_of_sizes(node: fx.Node) -> bool:
     """Test for a pointwise operation whose workspace does not depend on sizes, because it converts no operand."""
     operands = [value for source in input_nodes(node) for value in tensor_values(source)]
     kinds = {value.dtype for value in operands}
+    # A conjugated view is resolved into a copy first, which depends on sizes.
     if not _is_one_kernel(node) or len(kinds) != 1 or any(value.is_conj() or value.is_neg() for value in operands):
         return False
+    # A conversion reads one dtype and writes another, without a temporary.
     if node.target is torch.ops.aten._to_copy.default:
         return True
     (kind,) = kinds
@@ -206,6 +213,7 @@ def may_have_workspace(node: fx.Node, device: torch.device) -> bool:
         # CUDA kernels convert operands on the fly. The workspace of cuBLAS belongs to the stream and stays allocated.
         return target.overloadpacket not in _PRODUCTS and not _is_one_kernel(node)
     if target.overloadpacket in _PRODUCTS:
+        # A matrix whose rows or columns are contiguous is read as it lies; others are copied first.
         return not all(value.dtype in (torch.float32, torch.float64) and _is_matrix(value) for value in operands)
     return not (_is_free_of_sizes(node) and not any(map(_is_number, node.args)))
 

@@ -56,6 +56,7 @@ class PersistentHooks:
 
     def _push(self) -> None:
         top = _top()
+        # Hooks of several scopes may lie on each other; all of them pass on to the same ones beneath.
         self._beneath = top._beneath if isinstance(top, PersistentHooks) else top
         torch_private.push_saved_tensor_hooks(self._pack, self._unpack)
 
@@ -69,6 +70,7 @@ class PersistentHooks:
     def _pack(self, tensor: torch.Tensor) -> _Packed:
         if self._left:
             _take_off_left()  # autograd keeps references to the hooks that it calls
+        # In order: the scope's own values, then the user's hooks beneath, then what autograd would do without hooks.
         handle = None if self._left else self._own_pack(tensor)
         if handle is not None:
             return _Packed(handle, self._own_unpack)
@@ -94,6 +96,7 @@ class _Packed:
 def _unmodified(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
     """The tensor itself. Autograd makes this check only if there are no hooks."""
     tensor, version = saved
+    # The check that autograd makes for saved tensors, which it skips where hooks have packed them.
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
@@ -140,6 +143,7 @@ def _guard_other_hooks() -> None:
     def end_beneath_persistent(self: saved_tensors_hooks, *args: object) -> None:
         persistent = []
         with _busy():
+            # Persistent hooks on top of those that end now are set aside, and come back in their order.
             while isinstance(top := _top(), PersistentHooks):
                 torch_private.pop_saved_tensor_hooks()
                 persistent.append(top)

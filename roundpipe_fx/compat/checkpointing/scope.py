@@ -129,6 +129,7 @@ class gradient_checkpoint_scope:
     def _leave_if_over(self) -> None:
         """Leave if the scope has ended and no tensor that was computed inside is alive. May be called from any
         thread."""
+        # The hooks stay as long as a value of the scope lives: its readers may still save it.
         if self._ended and not self._tape.lives:
             self._leave()
 
@@ -136,6 +137,7 @@ class gradient_checkpoint_scope:
         self._hooks.leave()
         if self in self._among:
             self._among.remove(self)
+        # What no handle refers to is never asked for, so entries that lead only there are dropped.
         self._tape.prune({handle.view.number for handle in self._handles})
 
     def _handle_of(self, tensor: torch.Tensor) -> _Handle | None:
@@ -189,6 +191,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch_private.conjugates_resolved():
+            # What recomputation runs inside another scope must not be recorded there.
             if _local.recomputing:
                 return func(*args, **(kwargs or {}))
             return self._tape.run(func, args, kwargs or {})
@@ -218,6 +221,7 @@ class _Handle:
     def _recompute(self) -> torch.Tensor:
         """Recompute the tensors of all handles of the scope; those of other handles are held until the backward
         ends."""
+        # All handles at once: entries that several values need are replayed once for all of them.
         handles = [handle for handle in self._others if handle.value is None and handle is not self]
         if not torch_private.when_backward_ends(lambda: _drop(handles)):
             handles = []  # a saved tensor is accessed outside of a backward
@@ -237,6 +241,7 @@ def _drop(handles: list[_Handle]) -> None:
 
 
 def _pack(tensor: torch.Tensor) -> _Handle | None:
+    # The innermost scope that made the tensor has it.
     for scope in reversed(tuple(_local.scopes)):
         handle = scope._handle_of(tensor)
         if handle is not None:

@@ -102,6 +102,7 @@ class Tape:
         if not _is_plain(tensor):
             return None
         number = self._numbers.get(storage_key(tensor))
+        # Changed since it was recorded, by an operation that is not on the tape: what it holds now cannot be replayed.
         if number is None or self._versions.get(number) != tensor._version:
             return None
         return view_of(tensor, number)
@@ -124,11 +125,14 @@ class Tape:
             for tensor in filter(_is_plain, written):  # from here on something from outside, with contents of its own
                 self._numbers.pop(storage_key(tensor), None)
             return operator(*args, **kwargs)
+        # Before the operation runs: afterwards the old contents are gone.
         for tensor in written:
             self._copy_before_update(tensor)
         states = _generator_states(operator, leaves)
         result = operator(*args, **kwargs)
         results = tree_leaves(result)
+        # Results that share memory with an argument are views of it, or the argument itself; only others are allocated
+        # here.
         known = {storage_key(tensor) for tensor in tensors}
         made: dict[int, int | None] = {}
         for tensor in results:
@@ -136,6 +140,8 @@ class Tape:
                 made.setdefault(storage_key(tensor), None)
         made_here = [tensor for tensor in results if isinstance(tensor, torch.Tensor)]
         asks = why_host_sync(operator, args, tensors, made_here, registered_sync_ops()) is not None
+        # Operations that allocate and write nothing make views, which are not replayed; host synchronizations run once,
+        # and their results become inputs.
         if (made or written) and not asks:
             positions = []
             views = tuple(self._view(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
@@ -180,6 +186,7 @@ class Tape:
 
     def forget(self, key: int, number: int) -> None:
         """A storage has died."""
+        # A storage's address may be used again; then the number has changed, and the newer one stays.
         if self._numbers.get(key) == number:
             del self._numbers[key]
             if number in self._versions:
@@ -193,6 +200,7 @@ class Tape:
         return view_of(tensor, self._numbers[key])
 
     def _take_in(self, tensor: torch.Tensor, number: int) -> None:
+        # Values of an outer scope are not kept alive: that scope recomputes them when they are asked for.
         give = self._refer(tensor)
         if give is not None:
             self._inputs[number] = _Input(give, lambda: 0, 0)
@@ -215,6 +223,8 @@ class Tape:
     def _leading_to(self, wanted: Collection[int]) -> list[_TapeEntry]:
         needed = set(wanted)
         entries = []
+        # Backwards, as liveness is computed: an entry is needed if it makes or writes what is needed so far, and then
+        # what it reads is needed, too.
         for step in reversed(self._steps):
             if needed.isdisjoint(step.writes) and needed.isdisjoint(step.makes):
                 continue
@@ -231,11 +241,13 @@ class Tape:
         steps = self._leading_to(wanted)
         last: dict[int, int] = {}
         for position, step in enumerate(steps):
+            # The last entry that reads a storage, or that makes one that nobody reads.
             last.update(dict.fromkeys((*step.reads, *(n for n in step.makes if n is not None)), position))
         live: dict[int, torch.UntypedStorage] = {}
         with _as_recorded({view.device.type for step in steps for view in step.leaves if isinstance(view, View)}):
             for position, step in enumerate(steps):
                 self._rerun(step, live)
+                # Freed at the last use, so that replaying needs no more memory than the forward did.
                 for done in [n for n in live if last.get(n, -1) <= position and n not in wanted]:
                     del live[done]
         return {number: live[number] for number in wanted}
@@ -254,6 +266,7 @@ class Tape:
     def _input_storage(self, number: int) -> torch.UntypedStorage:
         entry = self._inputs[number]
         if entry.copy is not None:
+            # Cloned once more: replaying updates it in place, and it may be replayed again.
             return entry.copy.clone()
         if entry.version() != entry.expected:
             shape = tuple(entry.tensor().shape)

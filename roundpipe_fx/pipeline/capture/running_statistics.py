@@ -39,13 +39,16 @@ _sums: weakref.WeakKeyDictionary[nn.Module, _Sums] = weakref.WeakKeyDictionary()
 
 def _forward(layer: AnyBatchNorm, sums: _Sums, x: torch.Tensor) -> torch.Tensor:
     layer._check_input_dim(x)
+    # In evaluation the running statistics are read and nothing is summed up.
     if not layer.training:
         return F.batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias, False, 0.0, layer.eps)
     dims = [dim for dim in range(x.dim()) if dim != 1]
     seen = x.detach().float()
     sums.total.add_(seen.sum(dims))
     sums.squares.add_(seen.square().sum(dims))
+    # Number of values of each channel: ``[8, 3, 4, 4]`` adds 8·4·4 = 128.
     sums.count.add_(x.numel() // x.shape[1])
+    # Without running statistics: the batch's own are used, and nothing is updated here.
     return F.batch_norm(x, None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
 
 
@@ -63,6 +66,7 @@ def deferred(model: nn.Module) -> Iterator[None]:
         assert layer.running_mean is not None
         if sums is None or sums.total.device != layer.running_mean.device:
             sums = _sums[layer] = _Sums(layer)
+        # In ``__dict__``, where it goes before the class's method, and is removed without a trace.
         layer.__dict__["forward"] = functools.partial(_forward, layer, sums)
     try:
         yield
@@ -91,6 +95,7 @@ def _update(layer: AnyBatchNorm, sums: _Sums) -> None:
     share = 1 / layer.num_batches_tracked.float() if layer.momentum is None else layer.momentum
     mean = sums.total / sums.count
     # Unbiased, as PyTorch has it for running statistics.
+    # ``E[x²] − E[x]²`` times ``n / (n − 1)``.
     variance = (sums.squares / sums.count - mean.square()) * (sums.count / (sums.count - 1))
     layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), torch.as_tensor(share, device=mean.device))
     layer.running_var.lerp_(variance.to(layer.running_var.dtype), torch.as_tensor(share, device=mean.device))
