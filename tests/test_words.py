@@ -131,7 +131,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
 
 
 LEAST_COMMENTS = 0.03
-"""Lines that hold a comment, as a share of the package's lines. Those for tools (``# type:``, ``# noqa``) do not count."""
+"""Lines that hold a comment, as a share of the package's lines. Those for tools (``# noqa``) do not count."""
 
 _FOR_TOOLS = ("# type:", "# noqa", "# fmt", "# ruff", "#!")
 
