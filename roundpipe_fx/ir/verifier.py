@@ -171,18 +171,23 @@ def _stage(joint: JointGraph, node: fx.Node) -> int | None:
 
 
 def _verify_marks(joint: JointGraph, name: str, before: Snapshot, known: Collection[str]) -> None:
+    nodes = list(joint.computed())
     for key, use in MARK_USES.items():
-        nodes = list(joint.computed())
-        with_it = [node for node in nodes if key in node.meta]
-        if use.on_all_after and (with_it or name in use.on_all_after) and len(with_it) < len(nodes):
-            lacking = next(node for node in nodes if key not in node.meta)
-            raise _error(name, lacking, f"it lacks the mark {key!r}, which every computing node has from here on")
-        if name not in known or name in use.written_by:
+        if not use.on_all_after:
             continue
-        for node in joint.graph.nodes:
-            if node.op == "output" or (node not in before.marks and name in ADDING_NODES):
-                continue
-            if key in node.meta and before.marks.get(node, {}).get(key, _ABSENT) != node.meta[key]:
+        lacking = [node for node in nodes if key not in node.meta]
+        if lacking and (len(lacking) < len(nodes) or name in use.on_all_after):
+            raise _error(name, lacking[0], f"it lacks the mark {key!r}, which every computing node has from here on")
+    if name not in known:
+        return
+    # Each pass of each compilation comes through here, so nodes are visited once, and not once for each mark.
+    unwritable = [key for key, use in MARK_USES.items() if name not in use.written_by]
+    for node in joint.graph.nodes:
+        if node.op == "output" or (node not in before.marks and name in ADDING_NODES):
+            continue
+        earlier = before.marks.get(node, {})
+        for key in unwritable:
+            if key in node.meta and earlier.get(key, _ABSENT) != node.meta[key]:
                 raise _error(name, node, f"its mark {key!r} was written, and MARK_USES does not name this pass")
 
 

@@ -243,7 +243,13 @@ def test_a_budget_holds_for_unequal_microbatches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "microbatches", "outside"), [(101, 3, True), (101, 4, False), (510, 4, False), (510, 4, True)]
+    ("rows", "microbatches", "outside"),
+    [
+        (101, 3, True),
+        (510, 4, False),
+        pytest.param(101, 4, False, marks=pytest.mark.long),
+        pytest.param(510, 4, True, marks=pytest.mark.long),
+    ],
 )
 def test_the_least_budget_of_unequal_microbatches_can_be_met(rows: int, microbatches: int, outside: bool) -> None:
     """Under RoundPipe's dispatch together they need more than the larger ones alone."""
@@ -278,6 +284,7 @@ def test_the_least_budget_of_unequal_microbatches_can_be_met(rows: int, microbat
         assert step(compiled, equal) <= least
 
 
+@pytest.mark.long
 def test_the_least_budget_is_the_one_of_the_graph_that_dynamo_ends_with() -> None:
     """It traces the second size as one that varies, and, when both are planned for less, one graph for both sizes."""
 
