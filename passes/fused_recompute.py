@@ -10,8 +10,8 @@ replaced by operations beside its readers, if these start from narrower values, 
 
 Which values are handed over is a minimum cut, as in PyTorch's partitioner (min-cut rematerialization; its weights are
 others): one vertex for "the backward reads v", one for "v is repeated there". A repeated value costs its bytes in every
-module that may repeat it, so sums along a chain of residual connections are handed over instead of being added up
-from the first layer again in each.
+module that repeats it, so sums along a chain of residual connections are handed over instead of being added up from the
+first layer again in each.
 """
 
 from __future__ import annotations
@@ -31,9 +31,14 @@ aten = torch.ops.aten
 _REPEATED = 32
 """Price of a saved byte, in bytes of repeated results."""
 _WRITTEN = 2
-"""Factor on the price of a value that takes no memory unless it is saved."""
+"""Price of a byte that the forward writes only to save it, in bytes of repeated results."""
 _RETURNED = 2
 """Divisor of the price of a value that the caller holds: it exists anyway."""
+_ROUNDS = 4
+"""Minimum cuts, at most."""
+
+_Modules = dict[fx.Node, set[tuple[int, Phase]]]
+"""For a value, stage and phase of modules."""
 
 
 def recompute_in_readers(joint: JointGraph, whole_backward: bool) -> JointGraph:
@@ -59,12 +64,12 @@ def recompute_in_readers(joint: JointGraph, whole_backward: bool) -> JointGraph:
 
 def _repeated(joint: JointGraph) -> set[fx.Node]:
     """Forward operations that are repeated in the backward."""
-    needed: dict[fx.Node, set[tuple[int, Phase]]] = {}
+    needed: _Modules = {}
     for node in _later(joint):
         for base in _bases(node):
             needed.setdefault(base, set()).add((node.meta[Mark.STAGE], node.meta[Mark.PHASE]))
-    costs: dict[fx.Node, int] = {}
-    fusible: set[fx.Node] = set()
+    saving: dict[fx.Node, int] = {}
+    repeating: dict[fx.Node, int] = {}
     outputs = enumerate(joint.forward_outputs)
     returned = {
         viewed(node) for position, node in outputs if isinstance(node, fx.Node) and position not in joint.dropped
@@ -74,40 +79,64 @@ def _repeated(joint: JointGraph) -> set[fx.Node]:
         # What the backward reads, and what that could be repeated from, back to values that no kernel computes on the
         # way.
         value = pending.pop()
-        if value in costs:
+        if value in saving:
             continue
-        # Costs in bytes of traffic: an output is written anyway, so keeping it costs half; a value that would otherwise
-        # stay inside a kernel has to be written as well as read.
-        costs[value] = tensor_bytes(tensor_values(value)) // (_RETURNED if value in returned else 1)
-        costs[value] *= _WRITTEN if is_virtual(value, Phase.FORWARD) else 1
+        size = tensor_bytes(tensor_values(value))
+        # An output is written anyway, so keeping it costs half; a value that would otherwise stay inside a kernel has
+        # to be written as well as read.
+        saving[value] = size * _REPEATED // (_RETURNED if value in returned else 1)
+        saving[value] += size * _WRITTEN if is_virtual(value, Phase.FORWARD) else 0
         if is_fusible(value) and joint.mutated_inputs.isdisjoint(map(viewed, _operands(value))):
-            fusible.add(value)
+            repeating[value] = size
             pending += _bases(value)
-    if not fusible.intersection(needed):
+    if not repeating.keys() & needed.keys():
         return set()
+    times = dict.fromkeys(repeating, 1)
+    for _ in range(_ROUNDS):
+        repeated = _cheapest(needed, saving, {value: size * times[value] for value, size in repeating.items()})
+        # In how many modules a value is repeated follows from what is saved, so a cut is corrected by the last one.
+        more = {value: len(where) for value, where in _modules(repeated, needed).items() if len(where) > times[value]}
+        if not more:
+            break
+        times |= more
+    return repeated
+
+
+def _cheapest(needed: _Modules, saving: Mapping[fx.Node, int], repeating: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """Operations that are repeated where saving and repeating cost the least together.
+
+    Args:
+        needed: values that the backward reads.
+        saving: price of saving a value.
+        repeating: price of repeating it, of those that can be repeated.
+    """
+    unit = unit_of([*saving.values(), *repeating.values()])
     # Two vertices for each value: read by the backward, and repeated there.
-    passed = {value: 2 + 2 * index for index, value in enumerate(costs)}
-    modules = {value: set(needed.get(value, ())) for value in costs}
-    # Readers before what they read: each module that may repeat a value may repeat what that starts from.
-    for value in sorted(fusible, reverse=True):
-        for base in _bases(value):
-            modules[base] |= modules[value]
-    sizes = {value: tensor_bytes(tensor_values(value)) * len(modules[value]) for value in fusible}
-    unit = unit_of([*(cost * _REPEATED for cost in costs.values()), *sizes.values()])
+    read = {value: 2 + 2 * index for index, value in enumerate(saving)}
     arcs: list[Arc] = []
-    for value, cost in costs.items():
-        reads, repeats = passed[value], passed[value] + 1
+    for value, price in saving.items():
+        reads, repeats = read[value], read[value] + 1
         if value in needed:
             arcs.append((SOURCE, reads, UNCUTTABLE))
         barred = Mark.MUST_RECOMPUTE in value.meta and value not in needed
-        arcs.append((reads, repeats, UNCUTTABLE if barred else cost * _REPEATED // unit))
-        if value not in fusible:
+        arcs.append((reads, repeats, UNCUTTABLE if barred else price // unit))
+        if value not in repeating:
             arcs.append((repeats, SINK, UNCUTTABLE))
             continue
-        arcs.append((repeats, SINK, max(sizes[value] // unit, 1)))
-        arcs += [(repeats, passed[base], UNCUTTABLE) for base in _bases(value)]
-    _, reached = minimum_cut(arcs, 2 + 2 * len(costs))
-    return {value for value in fusible if passed[value] + 1 in reached}
+        arcs.append((repeats, SINK, max(repeating[value] // unit, 1)))
+        arcs += [(repeats, read[base], UNCUTTABLE) for base in _bases(value)]
+    _, reached = minimum_cut(arcs, 2 + 2 * len(saving))
+    return {value for value in repeating if read[value] + 1 in reached}
+
+
+def _modules(repeated: set[fx.Node], needed: _Modules) -> _Modules:
+    """The modules of the backward in which each operation is repeated."""
+    modules = {value: set(needed.get(value, ())) for value in repeated}
+    # Readers before what they read: a module that repeats a value repeats what that starts from.
+    for value in sorted(repeated, reverse=True):
+        for base in repeated.intersection(_bases(value)):
+            modules[base] |= modules[value]
+    return modules
 
 
 def _later(joint: JointGraph) -> Iterable[fx.Node]:
