@@ -21,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import roundpipe_fx
+from roundpipe_fx.compat import rotor
 from roundpipe_fx.schedules import SCHEDULES
 from tests.conftest import FullDisk
 from tests.hugging_face import small_model_and_data
@@ -317,4 +318,4 @@ def test_coming_from_names_what_there_is() -> None:
     for name in [*roundpipe_fx.compat.checkpointing.__all__, "OptimizerCtx"]:
         assert name in page and hasattr(roundpipe_fx, name)
     for name in ("Chain", "Checkpointable", "Sequence"):
-        assert name in page and hasattr(roundpipe_fx.compat.rotor, name)
+        assert name in page and hasattr(rotor, name)
