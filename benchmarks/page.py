@@ -124,7 +124,8 @@ _PARTS = (
         "Many stages",
         "benchmarks.stage_overhead",
         "A decoder of 12 layers, at batch 1 and so small that only what the host does takes time, with a stage a "
-        "layer, beside the same step in one piece.",
+        "layer, beside the same step in one piece. Programs call stages line by line, without a loop. Inductor's "
+        "stages write to memory what the next one reads, so they have more kernels and buffers than the whole.",
     ),
     _Part(
         "before",
@@ -280,10 +281,11 @@ _PARTS = (
         "where nothing is traced. *Recomputing and waiting for nothing*: these operations at these rates, each run "
         "once. RoundPipe's figures are published for one RTX 4090 and sequences of 2,048 tokens, in float16 whose "
         "products sum in float16 (on this GPU at twice the rate of sums in float32), with an optimizer's step that is "
-        "applied one step late; beside them stand only plans of such sequences, in float16. Plans of other lengths are "
-        "in bfloat16, and have no published counterpart: of the longest sequences that RoundPipe trains (49 K, 73 K "
-        "and 28 K tokens) it publishes no speed. `python -m benchmarks.gpu` runs both on one device, in bfloat16, "
-        "synchronous and stale.",
+        "applied one step late, beside the next step. Only plans of such sequences stand beside them, with such sums; "
+        "they have no optimizer's step, which synchronously would come on top. Plans of other lengths are in bfloat16, "
+        "and have no published counterpart: of the longest sequences that RoundPipe trains (49 K, 73 K and 28 K "
+        "tokens) it publishes no speed. `python -m benchmarks.gpu` runs both on one device, in bfloat16, synchronous "
+        "and stale.",
     ),
     _Part(
         "host_tier",

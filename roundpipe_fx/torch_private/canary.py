@@ -74,7 +74,7 @@ USED: Mapping[str, str] = {
     "torch._inductor.compile_fx": "compile_fx_inner",
     "torch._inductor.config": "fallback_random patch",
     "torch._inductor.decomposition": "select_decomp_table",
-    "torch._inductor.output_code": "CompiledFxGraph",
+    "torch._inductor.output_code": "CompiledFxGraph CompiledFxGraph.current_callable",
     "torch._inductor.exc": "InductorError",
     "torch._inductor.ir": "DonatedBuffer",
     "torch._inductor.utils": "BoxedBool get_donated_idxs",
@@ -88,6 +88,7 @@ USED: Mapping[str, str] = {
     "torch._subclasses.fake_tensor": (
         "DataDependentOutputException DynamicOutputShapeException FakeTensorMode UnsupportedFakeTensorException"
     ),
+    "torch.autograd.profiler": "_is_profiler_enabled",
     "torch.autograd": "Variable._execution_engine.queue_callback _unsafe_preserve_version_counter",
     "torch.cuda.memory": "_snapshot",
     "torch.distributed._functional_collectives": "all_reduce wait_tensor",

@@ -20,6 +20,7 @@ import torch
 __all__ = [
     "Allocation",
     "ProfiledMemory",
+    "compiled_calls_are_seen",
     "is_sole_reference",
     "profile_memory",
     "profiler_runs",
@@ -205,6 +206,10 @@ def recorded_history() -> Mapping[str, Any] | None:
     return snapshot if any(snapshot["device_traces"]) else None
 
 
+_wrapped: list[Callable[[], None]] = []
+"""What undoes each :func:`wrap_compiled_calls`."""
+
+
 def wrap_compiled_calls(around: Callable[[Callable[[], Any], Sequence[Any]], Any]) -> Callable[[], None] | None:
     """Make each call of code that Inductor has compiled go through a function, in all threads.
 
@@ -227,9 +232,16 @@ def wrap_compiled_calls(around: Callable[[Callable[[], Any], Sequence[Any]], Any
 
     def undo() -> None:
         kind.__call__ = call
+        _wrapped.remove(undo)
 
     kind.__call__ = call_wrapped
+    _wrapped.append(undo)
     return undo
+
+
+def compiled_calls_are_seen() -> bool:
+    """Return whether someone looks at calls of compiled code: :func:`wrap_compiled_calls`, or a profiler."""
+    return bool(_wrapped) or torch.autograd.profiler._is_profiler_enabled
 
 
 def _counts(values: Sequence[Any], position: int) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -272,6 +273,34 @@ def test_settings_of_inductor_are_those_of_its_stages(monkeypatch: pytest.Monkey
     compiled(torch.randn(6, 8)).sum().backward()
     assert seen and set(seen) == {(3, True)} and usual != 3 == seen[0][0]
     assert torch._inductor.config.max_fusion_size == usual
+
+
+def test_compiled_code_is_called_without_its_object_unless_someone_looks() -> None:
+    """From the second call on, which a step of many stages saves each time."""
+    from torch._inductor.output_code import CompiledFxGraph
+
+    model, x = DropoutMLP(width=8, depth=2), torch.randn(4, 8)
+    compiled = roundpipe_fx.compile(model, stages=2, stage_compiler="inductor")
+    calls = 0
+    call = CompiledFxGraph.__call__
+
+    def counted(self: CompiledFxGraph, inputs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return call(self, inputs)
+
+    with mock.patch.object(CompiledFxGraph, "__call__", counted):
+        for expected in (4, 0, 0):
+            calls = 0
+            compiled(x).backward()
+            assert calls == expected
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            compiled(x).backward()
+        assert (calls, peak.bytes > 0) == (4, True)
+        calls = 0
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            compiled(x).backward()
+        assert calls == 4
 
 
 def test_what_inductor_cannot_compile_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
