@@ -22,6 +22,7 @@ class PassLevel(enum.StrEnum):
     """The form of the graph that a pass works on; levels run in this order."""
 
     JOINT = "joint graph"
+    OUTPUTS = "joint graph for one caller"
     SUMMED = "graph to be tiled"
     TILED = "tiled graph"
     ANNOTATED = "annotated graph"
@@ -45,6 +46,7 @@ class PassContext:
         workspaces: bytes that operators and compiled stages have been seen to allocate internally, by name.
         microbatches: number of microbatches that a batch is split into.
         one_plan: whether all ranks follow the same plan, so that what it recomputes may communicate.
+        unread: numbers of outputs that the caller is assumed to drop without reading them.
         tiles: regions that are carried out in tiles, with the number of tiles.
         updates_whole: whether an input that is updated must be read and updated in one segment.
         segment_starts: forward positions at which segments begin, if that is known.
@@ -71,6 +73,7 @@ class PassContext:
     workspaces: Mapping[str, int] | None = None
     microbatches: int = 1
     one_plan: bool = False
+    unread: frozenset[int] = frozenset()
     tiles: Sequence[tuple[TileRegion, int]] = ()
     updates_whole: bool = False
     segment_starts: Sequence[int] | None = None

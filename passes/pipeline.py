@@ -5,6 +5,7 @@ emitted, by functions that are not passes:
 
 - *joint graph*: the captured graph, up to where its operations are annotated. A pipeline may then try several
   schedules, which cut the graph differently.
+- *joint graph for one caller*: without the outputs that a caller of one device is assumed not to read.
 - *graph to be tiled*, *tiled graph*: where tiles are considered, on a copy. Between the two it is decided which regions
   of operations are carried out in tiles, and in how many.
 - *annotated graph*: it is cut into segments. RoundPipe's dispatch then decides which segments its slots have.
@@ -72,6 +73,7 @@ from roundpipe_fx.passes.storage_copies import copy_parts_alone
 from roundpipe_fx.passes.strided_gradients import mark_strided_gradients
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
 from roundpipe_fx.passes.tiles import tile_regions
+from roundpipe_fx.passes.unread_outputs import leave_out_unread
 from roundpipe_fx.passes.workspaces import mark_workspaces
 from roundpipe_fx.torch_private import module_path_text
 
@@ -109,6 +111,11 @@ def _workspaces_known(context: PassContext) -> bool:
 def _microbatches(context: PassContext) -> bool:
     """training with several microbatches"""
     return context.training and context.microbatches > 1
+
+
+def _unread(context: PassContext) -> bool:
+    """the caller is assumed not to read some outputs"""
+    return bool(context.unread)
 
 
 def _in_tiles_of_classes(context: PassContext) -> bool:
@@ -291,6 +298,14 @@ _PASSES = (
         when=_microbatches,
         about="return the contributions of several uses of a parameter to its gradient separately",
         changes_numerics=True,
+    ),
+    Pass(
+        "unread_outputs",
+        lambda joint, context: leave_out_unread(joint, context.unread),
+        level=PassLevel.OUTPUTS,
+        when=_unread,
+        about="return narrow values that outputs are computed from instead of outputs that nobody reads",
+        needs=("hoist_host_syncs",),
     ),
     Pass(
         "mean_losses",

@@ -97,8 +97,10 @@ def lasting_bytes(tangents: Collection[fx.Node], granularity: int = 1) -> int:
 
 
 def output_bytes(joint: JointGraph, outputs: Iterable[int]) -> int:
-    """Bytes of outputs of the forward."""
-    return tensor_bytes([value for position in outputs for value in tensor_values(joint.outputs[position])])
+    """Bytes of outputs of the forward, as a caller sees them."""
+    unread = {position: [output.value] for position, output in joint.unread.items()}
+    values = (unread.get(position) or tensor_values(joint.outputs[position]) for position in outputs)
+    return tensor_bytes([value for some in values for value in some])
 
 
 def returned_view_bytes(joint: JointGraph, granularity: int = 1) -> int:

@@ -2,8 +2,9 @@
 
 ::
 
-    no step has run      held; where the budget cannot be met so, dropped
-    a step dropped them  dropped, in the next plan if it can recompute less then; else the same programs need less
+    no step has run      held; where the budget cannot be met so, dropped; where it cannot be met so either, unread
+    a step dropped them  unread, in the next plan if it can recompute less then; else the same programs need less
+    a step read them     dropped, in all later plans
     a step held them     held, in this and all later plans
 """
 
@@ -20,6 +21,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph, viewed
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.planner.lower import bounded_in_bytes
 from roundpipe_fx.runtime.dropped_outputs import DroppedOutputs
+from roundpipe_fx.runtime.unread_outputs import UnreadOutputs
 
 _WORTH_PLANNING = 0.01
 """A step is planned anew for outputs that are dropped if they have more than so much of the budget."""
@@ -38,13 +40,25 @@ class CallersOutputs:
         self._droppable = joint.droppable - learned.held(graph)
         self._held = joint.droppable & learned.held(graph)
         self._reported: frozenset[int] = frozenset()
+        self._unread: UnreadOutputs | None = None
 
     @property
     def assumed_dropped(self) -> frozenset[int]:
         """Outputs that the next plan assumes dropped."""
         return self._droppable & (
-            self._droppable if self._options.outputs == "dropped" else self._learned.dropped(self._graph)
+            self._droppable if self._options.outputs in ("dropped", "unread") else self._learned.dropped(self._graph)
         )
+
+    @property
+    def assumed_unread(self) -> frozenset[int]:
+        """Outputs that the next plan assumes dropped without having been read."""
+        unread = {"auto": self._learned.dropped(self._graph), "unread": self._droppable}
+        return self._droppable & unread.get(self._options.outputs, frozenset()) - self._learned.read(self._graph)
+
+    @property
+    def unread_if_needed(self) -> frozenset[int]:
+        """Outputs that the next plan assumes so where the budget cannot be met otherwise."""
+        return self.assumed_if_needed - self._learned.read(self._graph)
 
     @property
     def assumed_if_needed(self) -> frozenset[int]:
@@ -52,15 +66,22 @@ class CallersOutputs:
         return self._droppable if self._options.outputs == "auto" else frozenset()
 
     def explain(self, refusal: Infeasible[str], joint: JointGraph) -> Infeasible[str]:
-        """Name the outputs that a step has held, where that may be why a budget is refused."""
-        if not self._held:
-            return refusal
-        size = output_bytes(joint, self._held)
-        hint = (
-            f" The caller holds {size} bytes ({bytes_text(size)}) of outputs until the backward is over: take the loss "
-            "alone (loss = model(**batch).loss), or delete the outputs before loss.backward()."
-        )
-        return dataclasses.replace(refusal, bottleneck=refusal.bottleneck + hint)
+        """Name the outputs that a step has held or read, where that may be why a budget is refused."""
+        read = self._droppable & self._learned.read(self._graph)
+        hints = ""
+        if self._held:
+            size = output_bytes(joint, self._held)
+            hints += (
+                f" The caller holds {size} bytes ({bytes_text(size)}) of outputs until the backward is over: take the "
+                "loss alone (loss = model(**batch).loss), or delete the outputs before loss.backward()."
+            )
+        if read:
+            size = output_bytes(joint, read)
+            hints += (
+                f" The caller reads {size} bytes ({bytes_text(size)}) of outputs before the backward: where they are "
+                "dropped unread, they need not be computed as a whole."
+            )
+        return dataclasses.replace(refusal, bottleneck=refusal.bottleneck + hints)
 
     def observe(self, lowered: Lowered, correct: Callable[[Lowered], None]) -> DroppedOutputs | None:
         """Observe the steps of a plan.
@@ -81,10 +102,25 @@ class CallersOutputs:
         saved = {position: read[node] for position, node in results.items() if node in read}
         return DroppedOutputs(self._droppable, saved, lambda held: self._see(held, lowered, correct))
 
+    def leave_unread(self, lowered: Lowered) -> UnreadOutputs | None:
+        """Return what wraps the forward program of a plan that assumes outputs unread; ``None``: it assumes none."""
+
+        def see(position: int) -> None:
+            self._learned.see_read(self._graph, position)
+            if lowered.budget is not None:
+                size = output_bytes(lowered.joint, [position])
+                self._learned.steps.tell_of_read(size, lowered.peak.bytes, lowered.budget)
+
+        unread = lowered.joint.unread
+        self._unread = UnreadOutputs(unread, see) if unread else None
+        return self._unread
+
     def _see(self, held: frozenset[int], lowered: Lowered, correct: Callable[[Lowered], None]) -> None:
         """Note the outputs that a step holds when its backward begins."""
         learned, joint, budget = self._learned, lowered.joint, lowered.budget
         wrong = joint.dropped & held
+        if wrong and self._unread is not None:
+            self._unread.compute_held()
         learned.note_held(self._graph, (self._droppable & held) - wrong)
         self._droppable -= held
         if wrong and budget is not None:

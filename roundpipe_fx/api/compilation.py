@@ -175,6 +175,8 @@ class _OnOneDevice(_Compilation):
                 workspaces=learned.workspaces,
                 step=step,
                 droppable=self.outputs.assumed_if_needed,
+                unread=self.outputs.assumed_unread,
+                may_be_unread=self.outputs.unread_if_needed,
             )
 
         parts = self.learned.steps.expected_parts
@@ -214,6 +216,12 @@ class _OnOneDevice(_Compilation):
         self.profiled = self._profile(self.lowered)
         if self.profiled is not None:
             run = self.profiled.forward(run)
+        self.observed = self.outputs.observe(self.lowered, self._correct)
+        if self.observed is not None:
+            run = self.observed.forward(run)
+        unread = self.outputs.leave_unread(self.lowered)
+        if unread is not None:
+            run = unread.forward(run)
         outputs, gradients = self.lowered.joint.num_forward_outputs, self._incoming()
         if outputs == 1:  # a backward always reads its gradient
             pass
@@ -225,9 +233,6 @@ class _OnOneDevice(_Compilation):
             ]
             run = returning(run, outputs, traced)
         see = size_observer(self.lowered.forward.results, self._see_size) if self.lowered.budget is not None else None
-        self.observed = self.outputs.observe(self.lowered, self._correct)
-        if self.observed is not None:
-            run = self.observed.forward(run)
         return observed(self._explained(run, self.lowered, "forward"), see)
 
     def _explained(self, run: Boxed, lowered: Lowered, phase: str) -> Boxed:

@@ -29,7 +29,7 @@ _MOST_HEADROOM = 0.5
 _WORKSPACE = "workspace"
 _OBSERVED_TANGENT = "brought"
 _EAGER = "eager"
-_HELD, _DROPPED = "held", "dropped"
+_HELD, _DROPPED, _READ = "held", "dropped", "read"
 _noting = ForkedLock()
 
 
@@ -123,6 +123,14 @@ class Learned:
         """Record outputs of a graph that a step has dropped and its plan assumed held."""
         for position in outputs:
             self.see(f"{_DROPPED}/{graph} {position}", 1)
+
+    def see_read(self, graph: str, output: int) -> None:
+        """Record an output of a graph, by number, that a step has read and its plan assumed unread."""
+        self.see(f"{_READ}/{graph} {output}", 1)
+
+    def read(self, graph: str) -> frozenset[int]:
+        """Numbers of the outputs of a graph that some step has read."""
+        return self._outputs(_READ, graph)
 
     def held(self, graph: str) -> frozenset[int]:
         """Numbers of the outputs of a graph that some step has held."""

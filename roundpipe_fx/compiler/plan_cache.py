@@ -36,7 +36,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 
 log = logging.getLogger(__name__)
 
-_FORMAT = "roundpipe_fx plan 4"
+_FORMAT = "roundpipe_fx plan 5"
 _MOST_FILES = 1000
 _ADDRESS = " at 0x"
 """In the text of an object that has no other."""
@@ -54,6 +54,7 @@ class CachedPlan:
         room: bytes that all these values have at most.
         shared: whether the schedule is for the graph after common subexpressions were eliminated.
         dropped: numbers of outputs that the caller is assumed to drop before the backward begins.
+        unread: numbers of outputs that the caller is assumed not to read either.
         schedule: as data: see :mod:`roundpipe_fx.compiler.schedule_data`.
         marks: as data: see :mod:`roundpipe_fx.compiler.cached_marks`.
     """
@@ -65,6 +66,7 @@ class CachedPlan:
     room: int
     shared: bool
     dropped: tuple[int, ...]
+    unread: tuple[int, ...]
     schedule: Any
     marks: Any
 
@@ -102,6 +104,7 @@ class PlanFile:
                 room=_number(data["room"]),
                 shared=data["shared"] is True,
                 dropped=tuple(map(_number, data["dropped"])),
+                unread=tuple(map(_number, data["unread"])),
                 schedule=data["schedule"],
                 marks=data["marks"],
             )
@@ -129,6 +132,7 @@ class PlanFile:
             "room": plan.room,
             "shared": plan.shared,
             "dropped": plan.dropped,
+            "unread": plan.unread,
             "schedule": plan.schedule,
             "marks": plan.marks,
         }

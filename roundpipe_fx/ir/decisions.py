@@ -356,6 +356,8 @@ class Decisions:
         training: whether there is a backward.
         tiles: regions that are carried out in tiles; sums over tiles round differently.
         dropped_bytes: bytes of the outputs that the caller is assumed to drop before the backward begins.
+        unread_bytes: bytes of those among them that the caller is assumed not to read either, so that they need not be
+            computed as a whole.
         gathered_bytes: bytes that FSDP2 allocates at most at one time to gather parameters, beside ``budget`` and
             ``peak``: of a budget in bytes they are set aside.
         bucket_bytes: bytes of the buckets of the DistributedDataParallel around the model, or inside: it allocates them
@@ -382,6 +384,7 @@ class Decisions:
     training: bool
     tiles: tuple[PlannedTiles, ...] = ()
     dropped_bytes: int = 0
+    unread_bytes: int = 0
     gathered_bytes: int = 0
     bucket_bytes: int = 0
     library_bytes: int = 0

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.ir.segment import Segment, StageCut
+from roundpipe_fx.ir.unread_output import UnreadOutput
 from roundpipe_fx.torch_private import gradient_inputs, graph_module, input_mutations, returned_outputs
 
 
@@ -174,6 +175,7 @@ class JointGraph:
         cuts: the stages in the order in which they run, once segments are gathered in them (stages, rounds).
         own_gradients: operations of the model whose gradients autograd would not find from the forward alone, as text.
         dropped: numbers of outputs that the caller is assumed to drop before the backward begins.
+        unread: outputs that the caller is assumed not to read either, by number (unread_outputs).
     """
 
     module: fx.GraphModule
@@ -186,6 +188,7 @@ class JointGraph:
     cuts: tuple[StageCut, ...] = ()
     own_gradients: tuple[str, ...] = ()
     dropped: frozenset[int] = frozenset()
+    unread: Mapping[int, UnreadOutput] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
@@ -334,6 +337,7 @@ class JointGraph:
             cuts=self.cuts,
             own_gradients=self.own_gradients,
             dropped=self.dropped,
+            unread=self.unread,
         )
 
     def drop_unread(self) -> None:

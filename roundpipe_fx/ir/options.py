@@ -36,7 +36,7 @@ INTERNAL_OPTIONS = ("device_name", "rotor", "following")
 """Fields of the options that no user sets."""
 _TILING = ("auto", "never")
 _COSTS = ("roofline", "measured")
-_OUTPUTS = ("auto", "held", "dropped")
+_OUTPUTS = ("auto", "held", "dropped", "unread")
 _STAGE_COMPILERS = ("eager", "inductor")
 NO_CUDA_GRAPHS = (
     "a captured CUDA graph keeps the memory of all that it has run from one step to the next, and reads its inputs at "
@@ -92,9 +92,9 @@ class Options:
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
             ``None``: eager on the CPU, Inductor on CUDA.
         inductor_options: names and values of Inductor's settings, for stages that it compiles.
-        outputs: whether the caller still holds the model's outputs when the backward of its loss begins: ``"held"``,
-            ``"dropped"``, or ``"auto"``: as steps show; until one has, held, or, where the budget cannot be met so,
-            dropped.
+        outputs: what the caller does with the model's outputs before the backward of its loss begins: ``"held"``: it
+            holds them. ``"dropped"``: it drops them. ``"unread"``: it drops them, and has not read them. ``"auto"``: as
+            steps show; until one has, held, or, where the budget cannot be met so, dropped, or else unread.
         passes: gets the list of passes, and returns the one that is run; ``None``: the list as it is.
         device_name: name of a device to plan for instead of the model's; internal.
         rotor: options for following a checkpointing sequence; internal.
@@ -109,7 +109,7 @@ class Options:
     cost: str = "roofline"
     stage_compiler: Literal["eager", "inductor"] | Callable[..., Any] | None = None
     inductor_options: tuple[tuple[str, Any], ...] = ()
-    outputs: Literal["auto", "held", "dropped"] = "auto"
+    outputs: Literal["auto", "held", "dropped", "unread"] = "auto"
     passes: Callable[[list[Any]], Sequence[Any]] | None = None
     device_name: str | None = None
     rotor: RotorOptions | None = None

@@ -51,6 +51,8 @@ def lower(
     workspaces: Mapping[str, int] | None = None,
     step: StepNeeds | None = None,
     droppable: frozenset[int] = frozenset(),
+    unread: frozenset[int] = frozenset(),
+    may_be_unread: frozenset[int] = frozenset(),
 ) -> Result[Lowered]:
     """Run the passes and emit stage modules and programs.
 
@@ -64,14 +66,16 @@ def lower(
         step: what else the step holds, where it makes several calls.
         droppable: numbers of outputs that may be assumed to be dropped by the caller before the backward begins, where
             the budget cannot be met otherwise.
+        unread: numbers of outputs that are assumed to be dropped without having been read.
+        may_be_unread: numbers of outputs that may be assumed so, where the budget cannot be met otherwise.
 
     Raises:
         ValueError: a stage name that does not exist in the model.
     """
     setting = _setting(joint, options, registered_syncs, workspaces, training, step=step)
     beyond = (workspaces or {}).get(COMPILED_STAGES, 0) if setting.compiler != "eager" else 0
-    setting = dataclasses.replace(setting.knowing(runs_programs=True), share=share, beyond_plan=beyond)
-    file = _plan_file(joint, setting, droppable)
+    setting = dataclasses.replace(setting.knowing(runs_programs=True, unread=unread), share=share, beyond_plan=beyond)
+    file = _plan_file(joint, setting, (droppable, unread, may_be_unread))
     # A plan of an earlier process, for the same graph, options and versions.
     cached = file.read() if file is not None else None
     marking = _first_marking(setting.passes)
@@ -85,6 +89,7 @@ def lower(
     # Names before marking passes have run: the file stores which nodes they have marked.
     unmarked = [node.name for node in joint.computed()]
     joint = setting.run(joint, PassLevel.JOINT, start=marking)
+    joint, unmarked = _leave_out_unread(joint, setting, unmarked)
     asked = budget = asked_budget(joint, options, setting.device) if training else None
     # A step of several calls: this one has what the others leave.
     if step is not None and step.limit is not None:
@@ -98,6 +103,11 @@ def lower(
         # Without a plan the caller is assumed to drop outputs before the backward, which a step may prove wrong.
         if isinstance(result, Infeasible) and droppable - joint.dropped and options.rotor is None:
             joint = dataclasses.replace(joint, dropped=joint.dropped | droppable)
+            result = _searched(joint, budget, setting)
+        if isinstance(result, Infeasible) and may_be_unread - unread and options.rotor is None:
+            setting = setting.knowing(unread=unread | may_be_unread)
+            joint = dataclasses.replace(joint, dropped=joint.dropped | may_be_unread)
+            joint, unmarked = _leave_out_unread(joint, setting, unmarked)
             result = _searched(joint, budget, setting)
         if isinstance(result, Infeasible):
             return result
@@ -120,6 +130,14 @@ def lower(
         setting.costs.save()
     write_trials(setting.device)
     return Found(lowered)
+
+
+def _leave_out_unread(joint: JointGraph, setting: Setting, names: list[str]) -> tuple[JointGraph, list[str]]:
+    """Leave out unread outputs of a graph, and what computed them alone from the names of its nodes."""
+    before = {node.name for node in joint.computed()}
+    joint = setting.run(joint, PassLevel.OUTPUTS)
+    erased = before - {node.name for node in joint.computed()}
+    return joint, [name for name in names if name not in erased]
 
 
 def _searched(joint: JointGraph, budget: int | float, setting: Setting) -> Result[Lowered]:
@@ -232,12 +250,13 @@ def _looking_in_tiles(joint: JointGraph, setting: Setting) -> Setting:
     return dataclasses.replace(setting, read_in_tiles=functools.partial(plans_in_tiles, joint, setting))
 
 
-def _plan_file(joint: JointGraph, setting: Setting, droppable: frozenset[int]) -> PlanFile | None:
+def _plan_file(joint: JointGraph, setting: Setting, outputs: Sequence[frozenset[int]]) -> PlanFile | None:
     """File in which the plan of a captured graph is cached; ``None`` if it is planned each time.
 
     Args:
         setting: what else there is to know.
-        droppable: see :func:`lower`. A plan that assumes outputs to be dropped is not one for callers that hold them.
+        outputs: what is assumed of them, see :func:`lower`. A plan that assumes outputs to be dropped is not one for
+            callers that hold them.
     """
     options, context = setting.options, setting.context
     # Whoever changes passes or follows a sequence decides what no file can describe.
@@ -249,7 +268,7 @@ def _plan_file(joint: JointGraph, setting: Setting, droppable: frozenset[int]) -
         joint,
         device=setting.device,
         costs=setting.costs,
-        options=(options, budget, setting.share, setting.compiler, sorted(droppable)),
+        options=(options, budget, setting.share, setting.compiler, [*map(sorted, outputs)]),
         registered_syncs=context.registered_syncs,
         workspaces=context.workspaces or {},
     )
@@ -266,6 +285,7 @@ def _to_cache(lowered: Lowered, marks: Any) -> CachedPlan:
         room=lowered.setting.room,
         shared=chosen.followed is not chosen.graph,
         dropped=tuple(sorted(lowered.joint.dropped)),
+        unread=tuple(sorted(lowered.joint.unread)),
         schedule=schedule_as_data(schedule),
         marks=marks,
     )
@@ -283,6 +303,11 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
         TypeError: it is no plan.
         KeyError: it is no plan.
     """
+    if cached.unread:
+        setting = setting.knowing(unread=frozenset(cached.unread))
+        joint = setting.run(joint.copy(), PassLevel.OUTPUTS)
+        if sorted(joint.unread) != [*cached.unread]:
+            raise ValueError(f"of its unread outputs, {[*cached.unread]}, only {sorted(joint.unread)} can be left out")
     joint = dataclasses.replace(mark_as_cached(joint, cached.marks), dropped=frozenset(cached.dropped))
     # Copies are made as in planning: nodes that passes add to them are named by what else has been there.
     whole = setting.knowing(everything_saved=True).run(joint.copy(), PassLevel.STAGED) if cached.shared else joint

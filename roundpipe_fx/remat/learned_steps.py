@@ -128,6 +128,25 @@ class LearnedSteps:
             stacklevel=2,
         )
 
+    def tell_of_read(self, size: int, peak: int, budget: int) -> None:
+        """Warn that a step reads an output that its plan assumed unread, and takes more than its budget with it.
+
+        Args:
+            size: bytes of the output.
+            peak: bytes that are planned for a step.
+            budget: bytes that it may take.
+        """
+        if peak + size <= budget:
+            return
+        then = "The next step is planned for that." if self._replans else 'outputs="dropped" plans for that.'
+        warnings.warn(
+            f"roundpipe_fx: the caller reads an output of {size} bytes ({bytes_text(size)}), which was planned as "
+            f"unread and had to be computed: the step needs up to {peak + size} bytes ({bytes_text(peak + size)}), and "
+            f"the memory_budget is {budget} bytes ({bytes_text(budget)}). {then}",
+            StepBudgetWarning,
+            stacklevel=2,
+        )
+
     def runs_eagerly(self, line: object, why: str) -> None:
         """Note where code runs that is part of no graph, and why."""
         if str(line) not in self.outside:

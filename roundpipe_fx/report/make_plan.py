@@ -66,6 +66,7 @@ def plan_of(lowered: Lowered) -> Plan:
         read_in_tiles=setting.read_in_tiles,
         tiles=planned_tiles(joint),
         dropped_bytes=output_bytes(joint, joint.dropped),
+        unread_bytes=output_bytes(joint, joint.unread),
         options=options_as_text(setting),
     )
 

@@ -17,6 +17,7 @@ from roundpipe_fx.torch_private import (
     ForkedLock,
     ProfiledMemory,
     TorchDispatchMode,
+    WithoutStorage,
     active_dispatch_modes,
     conjugates_resolved,
     profile_memory,
@@ -185,7 +186,8 @@ def _call_counted(run: Callable[[], Any], inputs: Sequence[Any]) -> Any:
 
 
 def _has_storage(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+    strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return strided and not isinstance(value, WithoutStorage)
 
 
 class _LiveStorages(TorchDispatchMode):

@@ -68,8 +68,9 @@ def header_lines(plan: Decisions, corrected: float | None = None) -> list[str]:
     if plan.tiles:
         lines.append(f"carried out in tiles, so sums round differently: {tiles_text(plan.tiles)}")
     if plan.dropped_bytes:
+        unread = f", {bytes_text(plan.unread_bytes)} of them unread" if plan.unread_bytes else ""
         lines.append(
-            f"assumed: the caller drops {bytes_text(plan.dropped_bytes)} of outputs before the backward begins"
+            f"assumed: the caller drops {bytes_text(plan.dropped_bytes)} of outputs before the backward begins{unread}"
         )
     if plan.sizes:
         lines.append(f"made for sizes up to: {_bounds(plan.sizes)}")

@@ -25,6 +25,7 @@ from roundpipe_fx.torch_private.random_branches import *
 from roundpipe_fx.torch_private.recurrence import *
 from roundpipe_fx.torch_private.sizes import *
 from roundpipe_fx.torch_private.structured_trace import *
+from roundpipe_fx.torch_private.tensor_classes import *
 from roundpipe_fx.torch_private.torch_distributed import *
 from roundpipe_fx.torch_private.tracing_retries import *
 from roundpipe_fx.torch_private.trees import *

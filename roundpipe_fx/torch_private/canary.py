@@ -26,14 +26,16 @@ SUPPORTED = ("2.11", "2.15")
 
 USED: Mapping[str, str] = {
     "torch": (
-        "Tensor._backward_hooks Tensor._base Tensor._post_accumulate_grad_hooks Tensor._use_count Tensor._version "
+        "Tensor._backward_hooks Tensor._base Tensor._make_wrapper_subclass Tensor._post_accumulate_grad_hooks "
+        "Tensor._use_count Tensor._version "
         "UntypedStorage._cdata "
         "ops.aten._pack_padded_sequence_backward"
     ),
     "torch._C": (
         "DispatchKey.ADInplaceOrView _ForceDispatchKeyGuard _current_graph_task_id "
         "_dispatch_tls_is_dispatch_key_excluded _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set "
-        "_dispatch_tls_set_dispatch_key_excluded _disabled_torch_dispatch_impl _get_mkldnn_enabled _is_tracing "
+        "_dispatch_tls_set_dispatch_key_excluded _disabled_torch_dispatch_impl _disabled_torch_function_impl "
+        "_get_mkldnn_enabled _is_tracing "
         "_set_mkldnn_enabled _storage_Use_Count"
     ),
     "torch._C._autograd": (

@@ -89,7 +89,7 @@ def test_a_pass_is_added_at_each_level() -> None:
     tiling = (PassLevel.SUMMED, PassLevel.TILED)
     assert [level for level, _ in dict.fromkeys(seen)] == [level for level in PassLevel if level not in tiling]
     assert {kind for level, kind in seen if level in (PassLevel.STAGE_MODULE, PassLevel.PROGRAM)} == {fx.Graph}
-    assert len({level for level, kind in seen if kind is JointGraph}) == 5
+    assert len({level for level, kind in seen if kind is JointGraph}) == 6
     torch.manual_seed(0)
     assert step.loss.isfinite()
 
@@ -138,7 +138,7 @@ def test_the_backend_takes_passes() -> None:
         broken(**BATCH)
 
 
-def _added(run: Callable[[JointGraph, PassContext], object], before: str = "mean_losses") -> Edit:
+def _added(run: Callable[[JointGraph, PassContext], object], before: str = "unread_outputs") -> Edit:
     def edit(passes: list[Pass]) -> list[Pass]:
         place = [item.name for item in passes].index(before)
         return [*passes[:place], Pass("own", run), *passes[place:]]
