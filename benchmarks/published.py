@@ -8,7 +8,7 @@ each; activations of 8B checkpointed selectively, by operation, those of 70B all
 
 Sequences are taken to have 8,192 tokens, the default of torchtitan's Llama 3 configurations. All have parameters and
 the optimizer's state sharded over all devices, in stages of one layer here. What is not modelled: the optimizer's
-step, parameters in float32 that are gathered as bfloat16, clocks below the vendor's peak, and those devices' memory.
+step, parameters in float32 that are gathered as bfloat16, and those devices' memory and power limit.
 Runs with tensor parallelism are in :mod:`benchmarks.published_parallel`. Plans have no float8, and no context
 parallelism.
 """

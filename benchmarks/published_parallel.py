@@ -12,8 +12,7 @@ Over eight devices of a node, as all of these runs:
   without sequence parallelism. Seconds follow from the paper's count of operations. How the 256 devices were divided
   and microbatches of one row are assumed.
 
-What is not modelled: the optimizer's step, parameters and gradients in float32, dropout, clocks below the vendor's
-peak.
+What is not modelled: the optimizer's step, parameters and gradients in float32, dropout.
 """
 
 from __future__ import annotations
