@@ -30,7 +30,7 @@ from benchmarks.fuzz.operations import BODIES, KINDS
 from benchmarks.fuzz.program import write_program
 from benchmarks.fuzz.references import module_of
 from benchmarks.small_models import TASKS, architectures, small_batch, small_model
-from roundpipe_fx.analysis.cost import made_up, measured, operand_rules, real_layout, trial
+from roundpipe_fx.analysis.cost import measured, operand_rules, probe, real_layout, synthetic
 from roundpipe_fx.api import compilation
 from roundpipe_fx.ir.joint_graph import Mark
 
@@ -58,14 +58,14 @@ class Watch:
         self.graphs = 0
 
     def __enter__(self) -> Watch:
-        self._run, self._lower = made_up.run_alone, compilation.lower
-        for module in (trial, real_layout, measured):
+        self._run, self._lower = synthetic.run_alone, compilation.lower
+        for module in (probe, real_layout, measured):
             module.run_alone = self._ran  # type: ignore[attr-defined]
         compilation.lower = self._lowered
         return self
 
     def __exit__(self, *_: object) -> None:
-        for module in (trial, real_layout, measured):
+        for module in (probe, real_layout, measured):
             module.run_alone = self._run  # type: ignore[attr-defined]
         compilation.lower = self._lower
 

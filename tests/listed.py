@@ -48,7 +48,7 @@ def planned(joint: JointGraph, setting: Setting, schedule: RematSchedule, early:
         schedule: the decision.
         early: whether further operations of the backward run early.
     """
-    return setting.knowing(schedule=schedule, early=early).run(joint, PassLevel.PLANNED)
+    return setting.with_decisions(schedule=schedule, early=early).run(joint, PassLevel.PLANNED)
 
 
 def stage_modules(joint: JointGraph, setting: Setting) -> dict[tuple[int, Phase], StageModule]:

@@ -22,7 +22,7 @@ from roundpipe_fx.analysis.outside_loss import expect_loss, lasting_bytes, retur
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.api.callers_outputs import CallersOutputs
-from roundpipe_fx.api.first_plan_of_parts import lower_as_one_of
+from roundpipe_fx.api.initial_split_budget import lower_as_one_of
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.budget import Found, Infeasible, Result, plan_or_error
 from roundpipe_fx.codegen import Program, seen_by_autograd

@@ -143,7 +143,7 @@ class PipelinedState(CompiledState):
         # any backward.
         def step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             within = dataclasses.replace(step_inputs, args=args, kwargs=kwargs, optimizer=None)
-            return self._replanned(lambda: self.pipeline.forward_backward(within, hand_over=False))
+            return self._replanned(lambda: self.pipeline.forward_backward(within, accumulate_gradients=False))
 
         self._instead = step
         try:

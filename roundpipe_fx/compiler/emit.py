@@ -48,7 +48,7 @@ def emit_by_policy(
         policy: says what is saved.
     """
     schedule = recompute_rest(joint, policy(joint))
-    return emit(joint, setting.knowing(schedule=schedule, early=True), split=split, sums=sums, known=known)
+    return emit(joint, setting.with_decisions(schedule=schedule, early=True), split=split, sums=sums, known=known)
 
 
 def emit(
@@ -71,7 +71,7 @@ def emit(
         known: see :func:`roundpipe_fx.codegen.emit_stage_modules`; for plans that are only simulated.
     """
     training = setting.context.training
-    setting = setting.knowing(split=split, sums=sums)
+    setting = setting.with_decisions(split=split, sums=sums)
     joint = setting.run(joint, PassLevel.PLANNED)
     operations: dict[tuple[int, Phase], list[fx.Node]] = {}
     unfilled = Unfilled(full_of(setting))
@@ -102,7 +102,7 @@ def emit(
                 copies = hidden(values, forward, backward, seconds, byte_seconds, setting.sent, setting.room)
             else:
                 copies = wanted(values, forward, backward)
-            setting = setting.knowing(host_copies=copies)
+            setting = setting.with_decisions(host_copies=copies)
         offloaded = {copy.value for copy in setting.context.host_copies}
         # The copy back of a value is waited for on the main stream alone.
         reading = {call.name for call in backward.calls if any(node.name in offloaded for node in call.inputs)}

@@ -53,7 +53,7 @@ def summed(joint: JointGraph, setting: Setting) -> JointGraph:
 
 def tiled(joint: JointGraph, tiles: Sequence[tuple[TileRegion, int]], setting: Setting) -> JointGraph:
     """A copy of a graph in which regions are loops."""
-    return setting.knowing(tiles=tiles).run(joint.copy(), PassLevel.TILED)
+    return setting.with_decisions(tiles=tiles).run(joint.copy(), PassLevel.TILED)
 
 
 def operations_of(joint: JointGraph, setting: Setting, sums: bool = False) -> OperationGraph:
@@ -106,4 +106,4 @@ def without_common_subexpressions(joint: JointGraph, setting: Setting) -> JointG
     # A few numbers that layers count with are not worth reading the graph once more.
     if freed <= _WORTH_SHARING * saved:
         return None
-    return setting.knowing(everything_saved=True).run(joint.copy(), PassLevel.STAGED)
+    return setting.with_decisions(everything_saved=True).run(joint.copy(), PassLevel.STAGED)

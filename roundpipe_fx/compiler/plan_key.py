@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.caching_allocator import allocator_of
-from roundpipe_fx.analysis.cost.trial import device_text, kernel_settings
+from roundpipe_fx.analysis.cost.probe import device_text, kernel_settings
 from roundpipe_fx.ir.joint_graph import MARK_USES, JointGraph
 
 

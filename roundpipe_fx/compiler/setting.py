@@ -69,6 +69,6 @@ class Setting:
         """Run the passes of one level on a graph, which is rewritten; those in ``passes[start:stop]``."""
         return run_passes(joint, self.passes, level, self.context, start, stop)
 
-    def knowing(self, **decided: Any) -> Setting:
+    def with_decisions(self, **decided: Any) -> Setting:
         """The same, with decisions added to the context."""
         return dataclasses.replace(self, context=dataclasses.replace(self.context, **decided))

@@ -88,28 +88,30 @@ def cut_for_schedule(
     if spec.dispatches:
         # Slots begin at stages of the user's choice only where the model is offloaded.
         options = setting.options if pipelining.offloaded else dataclasses.replace(setting.options, stages="auto")
-        setting = setting.knowing(options=options, updates_whole=True, segment_starts=starts)
+        setting = setting.with_decisions(options=options, updates_whole=True, segment_starts=starts)
         joint = setting.run(joint, PassLevel.ANNOTATED)
         cut = _slots(joint, setting, pipelining, like, weight_limit)
         # Slots say where stages begin; what the user asked for is passed on for the other passes.
-        setting = setting.knowing(options=asked, rounds=cut)
+        setting = setting.with_decisions(options=asked, rounds=cut)
         joint = setting.run(joint, PassLevel.SEGMENTED)
     else:
         updates_whole = not spec.updates_across_stages
-        setting = setting.knowing(options=asked, updates_whole=updates_whole, segment_starts=starts)
+        setting = setting.with_decisions(options=asked, updates_whole=updates_whole, segment_starts=starts)
         joint = setting.run(joint, PassLevel.ANNOTATED)
         if averages:
             known = like.cut if like is not None and not isinstance(like.cut, RoundPipePartition) else None
             count = _stages_to_average(joint, pipelining.sharded) if known is None else len(known)
-            setting = setting.knowing(options=dataclasses.replace(asked, stages=count))
+            setting = setting.with_decisions(options=dataclasses.replace(asked, stages=count))
         if like is not None and not isinstance(like.cut, RoundPipePartition):
             boundaries = same_boundaries(like.cut, like.starts, segment_starts(joint))
-            setting = setting.knowing(
+            setting = setting.with_decisions(
                 stage_starts=tuple(boundaries[first] for first in like.cut) if boundaries else None
             )
         if in_pieces:
             # Each stage is divided into equally many pieces, which become stages of their own.
-            setting = setting.knowing(stage_starts=pieces_of(setting.run(joint.copy(), PassLevel.SEGMENTED).cuts))
+            setting = setting.with_decisions(
+                stage_starts=pieces_of(setting.run(joint.copy(), PassLevel.SEGMENTED).cuts)
+            )
         joint = setting.run(joint, PassLevel.SEGMENTED)
         cut = tuple(stage.first for stage in joint.cuts)
     joint = setting.run(joint, PassLevel.STAGED)

@@ -12,7 +12,7 @@ import torch
 from roundpipe_fx.analysis.allocator_histories import current_histories
 from roundpipe_fx.analysis.cost import COMPILED_STAGES, MeasuredCosts, cost_model
 from roundpipe_fx.analysis.cost.network import Network
-from roundpipe_fx.analysis.cost.trial import write_trials
+from roundpipe_fx.analysis.cost.probe import write_probes
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.budget import Found, Infeasible, Result, default_budget
@@ -74,7 +74,9 @@ def lower(
     """
     setting = _setting(joint, options, registered_syncs, workspaces, training, step=step)
     beyond = (workspaces or {}).get(COMPILED_STAGES, 0) if setting.compiler != "eager" else 0
-    setting = dataclasses.replace(setting.knowing(runs_programs=True, unread=unread), share=share, beyond_plan=beyond)
+    setting = dataclasses.replace(
+        setting.with_decisions(runs_programs=True, unread=unread), share=share, beyond_plan=beyond
+    )
     file = _plan_file(joint, setting, (droppable, unread, may_be_unread))
     # A plan of an earlier process, for the same graph, options and versions.
     cached = file.read() if file is not None else None
@@ -105,7 +107,7 @@ def lower(
             joint = dataclasses.replace(joint, dropped=joint.dropped | droppable)
             result = _searched(joint, budget, setting)
         if isinstance(result, Infeasible) and may_be_unread - unread and options.rotor is None:
-            setting = setting.knowing(unread=unread | may_be_unread)
+            setting = setting.with_decisions(unread=unread | may_be_unread)
             joint = dataclasses.replace(joint, dropped=joint.dropped | may_be_unread)
             joint, unmarked = _leave_out_unread(joint, setting, unmarked)
             result = _searched(joint, budget, setting)
@@ -128,7 +130,7 @@ def lower(
             lowered = by_code(lowered)
     if isinstance(setting.costs, MeasuredCosts):
         setting.costs.save()
-    write_trials(setting.device)
+    write_probes(setting.device)
     return Found(lowered)
 
 
@@ -142,7 +144,7 @@ def _leave_out_unread(joint: JointGraph, setting: Setting, names: list[str]) -> 
 
 def _searched(joint: JointGraph, budget: int | float, setting: Setting) -> Result[Lowered]:
     """The programs of the quickest plan, or what the user is told."""
-    setting = _looking_in_tiles(joint, setting)
+    setting = _with_lazy_tiled_frontier(joint, setting)
     if has_code(setting) and not wants_host(joint, setting.device.type):
         result = search_by_code(joint, budget, setting)
     else:
@@ -242,7 +244,7 @@ def asked_budget(joint: JointGraph, options: Options, device: torch.device) -> i
     return None
 
 
-def _looking_in_tiles(joint: JointGraph, setting: Setting) -> Setting:
+def _with_lazy_tiled_frontier(joint: JointGraph, setting: Setting) -> Setting:
     """The same for a graph whose plan tells, when it is asked, what plans in tiles reach."""
     options = setting.options
     if options.tiling == "never" or options.rotor is not None:
@@ -304,13 +306,15 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
         KeyError: it is no plan.
     """
     if cached.unread:
-        setting = setting.knowing(unread=frozenset(cached.unread))
+        setting = setting.with_decisions(unread=frozenset(cached.unread))
         joint = setting.run(joint.copy(), PassLevel.OUTPUTS)
         if sorted(joint.unread) != [*cached.unread]:
             raise ValueError(f"of its unread outputs, {[*cached.unread]}, only {sorted(joint.unread)} can be left out")
     joint = dataclasses.replace(mark_as_cached(joint, cached.marks), dropped=frozenset(cached.dropped))
     # Copies are made as in planning: nodes that passes add to them are named by what else has been there.
-    whole = setting.knowing(everything_saved=True).run(joint.copy(), PassLevel.STAGED) if cached.shared else joint
+    whole = (
+        setting.with_decisions(everything_saved=True).run(joint.copy(), PassLevel.STAGED) if cached.shared else joint
+    )
     copy = whole.copy()
     schedule = schedule_from_data(cached.schedule, copy)
 
@@ -320,8 +324,8 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
 
     recalled = Recalled(cached.limit, cached.frontier, operations)
     room = min(cached.room, host_room(setting.options.host_budget, on_paper=setting.options.device_name is not None))
-    looking = dataclasses.replace(_looking_in_tiles(joint, setting), sent=cached.sent, room=room)
-    lowered = emit(copy, looking.knowing(schedule=schedule), chosen=recalled)
+    looking = dataclasses.replace(_with_lazy_tiled_frontier(joint, setting), sent=cached.sent, room=room)
+    lowered = emit(copy, looking.with_decisions(schedule=schedule), chosen=recalled)
     if has_code(setting):
         lowered = by_code(lowered)
     # The file is of another allocator's or library's state: it is planned anew.

@@ -340,7 +340,7 @@ def _for_schedule(
 def _by_policy(cut: CutGraph, ways: _Ways, split: bool, policies: Mapping[str, SavePolicy]) -> ScheduleEvaluation:
     """The pipeline that saves what the option ``checkpoint`` says."""
     main, last = _VARIANTS[ways.pipelining.checkpoint or "never"]
-    setting = cut.setting.knowing(options=dataclasses.replace(cut.setting.options, recompute=main))
+    setting = cut.setting.with_decisions(options=dataclasses.replace(cut.setting.options, recompute=main))
 
     def variant(recompute: str) -> Variant:
         lowered = emit_by_policy(cut.joint.copy(), setting, policies[recompute], split=split, sums=True)

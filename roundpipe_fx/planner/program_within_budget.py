@@ -86,7 +86,7 @@ class CutProgram:
         for tried in (schedule,) if early is schedule else (early, schedule):
             copy = (self.joint if followed is not self.whole or self.shared is None else self.shared).copy()
             remat = remat_schedule(followed, tried).on(copy.graph)
-            lowered = emit(copy, setting.knowing(schedule=remat), chosen=chosen)
+            lowered = emit(copy, setting.with_decisions(schedule=remat), chosen=chosen)
             if lowered.peak.bytes <= chosen.limit:
                 break
         return Evaluation(
@@ -210,7 +210,7 @@ def _send_to_host(
     """
     if graph.setting.options.stages == "auto":
         # Copies begin and end between stages, and a heavy one, as a loss head, would have all others be as heavy.
-        fine = graph.setting.knowing(stage_starts=stage_starts(len(graph.joint.segments)))
+        fine = graph.setting.with_decisions(stage_starts=stage_starts(len(graph.joint.segments)))
         graph = CutProgram.of(cut(joint, fine), fine)
     graph = dataclasses.replace(graph, setting=dataclasses.replace(graph.setting, room=room))
     plans = _less_recomputed(graph, coarse)

@@ -99,7 +99,7 @@ def _chain(
     """The segments of a copy with regions in so many tiles."""
     tiles = [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
     copy = tiled(joint, tiles, setting) if tiles else joint.copy()
-    tiled_setting = setting.knowing(segment_starts=_starts(copy, segments), stage_starts=(0,))
+    tiled_setting = setting.with_decisions(segment_starts=_starts(copy, segments), stage_starts=(0,))
     staged = tiled_setting.run(cut(copy, tiled_setting), PassLevel.STAGED)
     chain, _ = chain_of(Blocks(operations_of(staged, setting)))
     return ChainInTiles(chain, tuple(segment.seconds for segment in staged.segments))

@@ -25,7 +25,7 @@ from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain_search import refine, search, spread
 from roundpipe_fx.remat.choose import Chosen, Unmet, unmet_by
 from roundpipe_fx.remat.frontier_plans import Noted
-from roundpipe_fx.remat.several_calls import search_for_step
+from roundpipe_fx.remat.multi_call_step import search_for_step
 
 _TILINGS = 8
 """So many of the tiles that the chain of segments finds best are looked at, spread over all amounts of memory."""

@@ -11,8 +11,8 @@ from roundpipe_fx.budget import Infeasible, bytes_text, limit_of, share_hint
 from roundpipe_fx.ir.joint_graph import module_path
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain_search import SearchResult, SimulatedSchedule, everything_kept, refine, search
+from roundpipe_fx.remat.multi_call_step import search_for_step
 from roundpipe_fx.remat.schedule import RematChoice, simulate
-from roundpipe_fx.remat.several_calls import search_for_step
 from roundpipe_fx.torch_private import module_path_text
 
 

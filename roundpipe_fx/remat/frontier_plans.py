@@ -19,8 +19,8 @@ from roundpipe_fx.ir.joint_graph import module_path
 from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain_search import SimulatedSchedule, everything_kept, refine, search
+from roundpipe_fx.remat.multi_call_step import search_for_step
 from roundpipe_fx.remat.schedule import levels_of_schedule
-from roundpipe_fx.remat.several_calls import search_for_step
 from roundpipe_fx.torch_private import module_path_text
 
 _PIECES = 800

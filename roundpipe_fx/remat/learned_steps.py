@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.step_of_calls import Footprint, NotedStep, StepNeeds, most_alive, peak_of_step
 from roundpipe_fx.budget import Found, Infeasible, Result, bytes_text
-from roundpipe_fx.remat.several_graphs import FittedGraphs, fit_graphs, ladder_of
+from roundpipe_fx.remat.multi_graph_step import FittedGraphs, fit_graphs, ladder_of
 
 _MOST = 16
 """Kinds of steps that are planned for."""

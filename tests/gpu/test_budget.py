@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.analysis.cost import made_up, workspaces_of
+from roundpipe_fx.analysis.cost import synthetic, workspaces_of
 from roundpipe_fx.analysis.cost.workspace_formulas import Gpu, workspace_by_formula
 from tests.golden_models import GOLDEN, TiedTransformer
 
@@ -172,6 +172,6 @@ def test_kernels_allocate_no_more_than_formulas_say(call: tuple[Any, ...]) -> No
 def test_a_formula_counts_where_the_device_has_no_memory_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     values = ((8, 64), torch.float32)
     node = _called(aten._softmax_backward_data.default, values, values, -1, torch.float32)
-    monkeypatch.setattr(made_up, "available_memory", lambda device: 0)
-    monkeypatch.setattr(made_up, "_SMALL", 0)
+    monkeypatch.setattr(synthetic, "available_memory", lambda device: 0)
+    monkeypatch.setattr(synthetic, "_SMALL", 0)
     assert workspaces_of([node], torch.device("cuda")) == {node: 2048}

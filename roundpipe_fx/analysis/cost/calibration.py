@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from roundpipe_fx.analysis.cost.probe import device_text, run_in_thread
 from roundpipe_fx.analysis.cost.roofline import Roofline
-from roundpipe_fx.analysis.cost.trial import device_text, run_apart
 from roundpipe_fx.analysis.data_files import cache_folder, is_on, read_data, write_data
 from roundpipe_fx.torch_private import ForkedLock, without_modes
 
@@ -193,7 +193,7 @@ class _Clock:
             rates = {str(dtype): self._products(dtype) for dtype in _DTYPES}
             # In a thread, which has none of the caller's hooks and transforms. Autograd's thread lets go of gradients a
             # little later; other work follows, so they are gone at the end.
-            rates |= run_apart(functools.partial(self._attention, rates[str(torch.bfloat16)]))
+            rates |= run_in_thread(functools.partial(self._attention, rates[str(torch.bfloat16)]))
             rates |= self._memory_and_launches()
             return rates | self._link()
 

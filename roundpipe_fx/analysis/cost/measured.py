@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost.made_up import fits, made_up_arguments, run_alone
 from roundpipe_fx.analysis.cost.operand_rules import may_run_alone
+from roundpipe_fx.analysis.cost.probe import kernel_settings
 from roundpipe_fx.analysis.cost.roofline import Roofline
 from roundpipe_fx.analysis.cost.signature import signature_of
-from roundpipe_fx.analysis.cost.trial import kernel_settings
+from roundpipe_fx.analysis.cost.synthetic import fits, run_alone, synthetic_operands
 from roundpipe_fx.analysis.data_files import cache_folder
 from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.joint_graph import has_side_effect
@@ -123,7 +123,7 @@ class MeasuredCosts:
         restore = save_rng_states([self.device] if self.device.type == "cuda" else [])
         try:
             with torch.no_grad():
-                args, kwargs = made_up_arguments(node, self.device, _filled)
+                args, kwargs = synthetic_operands(node, self.device, _filled)
                 run_alone(node.target, args, kwargs)
                 taken = [_time(lambda: run_alone(node.target, args, kwargs), self.device) for _ in range(_RUNS)]
             return statistics.median(taken)

@@ -5,7 +5,7 @@ does, or choose other strides for dimensions of size 1. The latter do not change
 of their loops by them, and thereby the rounding.
 
 A pointwise operator is run on small tensors with the layouts of its operands, which determines its result's layout;
-other operators are run as they are, which measures their workspace too (:mod:`roundpipe_fx.analysis.cost.trial`).
+other operators are run as they are, which measures their workspace too (:mod:`roundpipe_fx.analysis.cost.probe`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost.made_up import is_on_host, run_alone, with_accepted_numbers
 from roundpipe_fx.analysis.cost.model import note_bytes, tensor_bytes
 from roundpipe_fx.analysis.cost.operand_kinds import OperandKind
-from roundpipe_fx.analysis.cost.trial import TensorLayout, try_apart
+from roundpipe_fx.analysis.cost.probe import TensorLayout, probe_in_thread
+from roundpipe_fx.analysis.cost.synthetic import is_on_host, run_alone, with_accepted_numbers
 from roundpipe_fx.analysis.cost.workspace import is_measured
 from roundpipe_fx.ir.joint_graph import has_tag, is_seeded, is_view, tensor_values
 from roundpipe_fx.torch_private import number_hint, size_hint, tree_leaves, tree_map_only, without_modes
@@ -72,16 +72,16 @@ def real_values(node: fx.Node, device: torch.device | None) -> list[torch.Tensor
     """
     # A pointwise operator's layout follows from small tensors as well, without running the real sizes.
     if device is not None and is_measured(node, device) and not has_tag(node.target, torch.Tag.pointwise):
-        trial = try_apart(node, device)
+        probe = probe_in_thread(node, device)
         operands = [value for source in node.all_input_nodes for value in tensor_values(source)]
-        if trial is not None:
-            kept = zip(trial.layouts, trial.storages, strict=True)
+        if probe is not None:
+            kept = zip(probe.layouts, probe.storages, strict=True)
             storages = iter([size for layout, size in kept if layout is not None])
 
             def value(noted: torch.Tensor, layout: TensorLayout) -> torch.Tensor | None:
                 return _in_storage(_as_it_lies(noted, layout, operands), next(storages))
 
-            return _values(node, trial.layouts, value)
+            return _values(node, probe.layouts, value)
     return None if is_seeded(node) or _has_known_order(node) else small_values(node)
 
 
@@ -113,11 +113,11 @@ def note_sparse_bytes(node: fx.Node, device: torch.device | None) -> None:
     """Record the bytes of a sparse result, whose number of elements its fake kernel does not tell."""
     values = [value for value in tensor_values(node) if value.layout is not torch.strided]
     if len(values) == 1 and device is not None and is_measured(node, device):
-        trial = try_apart(node, device)
+        probe = probe_in_thread(node, device)
         # `left` counts what the result holds beside its operands.
-        if trial is not None:
+        if probe is not None:
             operands = [value for source in node.all_input_nodes for value in tensor_values(source)]
-            note_bytes(values[0], trial.left + tensor_bytes(operands))  # it may share memory with its operands
+            note_bytes(values[0], probe.left + tensor_bytes(operands))  # it may share memory with its operands
 
 
 def small_values(node: fx.Node, value_of: ValueOf = lambda node: node.meta.get("val")) -> list[torch.Tensor] | None:

@@ -22,8 +22,8 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost.operand_rules import may_run_alone, reads_or_leaves_on_host
+from roundpipe_fx.analysis.cost.probe import probe_alone, run_in_thread
 from roundpipe_fx.analysis.cost.signature import signature_of
-from roundpipe_fx.analysis.cost.trial import run_apart, try_alone
 from roundpipe_fx.analysis.cost.workspace_formulas import LARGEST_GPU, Gpu, workspace_by_formula
 from roundpipe_fx.ir.bodies import is_body
 from roundpipe_fx.ir.collectives import copied_bytes, is_functional_collective
@@ -100,7 +100,7 @@ def workspaces_of(
             # Fused pointwise operations are one kernel without temporaries. Equal calls are measured once.
             asked.setdefault(signature_of(node, _is_free_of_sizes(node)), []).append(node)
     # In a thread of its own, where no dispatch mode of the caller is active.
-    measured = run_apart(lambda: {signature: _measure(same[0], device) for signature, same in asked.items()})
+    measured = run_in_thread(lambda: {signature: _measure(same[0], device) for signature, same in asked.items()})
     for signature, same in asked.items():
         workspace = measured[signature]
         if workspace is None and gpu is not None:
@@ -231,5 +231,5 @@ def _is_matrix(value: torch.Tensor) -> bool:
 
 def _measure(node: fx.Node, device: torch.device) -> int | None:
     """Measured bytes; ``None`` if the operator is not run alone."""
-    trial = try_alone(node, device, _is_free_of_sizes(node)) if may_run_alone(node) else None
-    return None if trial is None else trial.workspace
+    probe = probe_alone(node, device, _is_free_of_sizes(node)) if may_run_alone(node) else None
+    return None if probe is None else probe.workspace

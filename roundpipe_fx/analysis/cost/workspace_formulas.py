@@ -1,6 +1,6 @@
 """Workspace formulas: bytes that a CUDA kernel allocates beside its results, from its operands' shapes and dtypes.
 
-They stand in for a trial (:mod:`roundpipe_fx.analysis.cost.trial`) where none is possible: the device is not there, or
+They stand in for a trial (:mod:`roundpipe_fx.analysis.cost.probe`) where none is possible: the device is not there, or
 has no memory for the operands. Each is read off PyTorch's source, which is named beside it (paths are below
 ``aten/src/ATen/native``, as of 2.13), for devices of compute capability 8.0 and later. Where the number
 depends on what is not known before the kernel runs, it is an upper bound, and the docstring says so. An operator that

@@ -151,12 +151,12 @@ class Pipeline:
     def _compiled(self) -> dict[str, Callable[..., Any]]:
         return {kind: self._compile_function(function) for kind, function in functions_of(self._model).items()}
 
-    def forward_backward(self, step_inputs: StepInputs, hand_over: bool = True) -> Any:
+    def forward_backward(self, step_inputs: StepInputs, accumulate_gradients: bool = True) -> Any:
         """See :meth:`roundpipe_fx.CompiledModule.forward_backward`.
 
         Args:
-            hand_over: whether gradients are passed to parameters and inputs now, or when the returned loss is
-                differentiated.
+            accumulate_gradients: whether gradients are added to those of parameters and inputs now, or when the
+                returned loss is differentiated.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(
@@ -164,7 +164,7 @@ class Pipeline:
             )
         kind, loss_fn = "outputs" if step_inputs.return_outputs else "loss", step_inputs.loss_fn
         with self._lock, self._batch_norm():
-            on_device = self._placed(
+            on_device = self._inputs_on_device(
                 (step_inputs.args, step_inputs.kwargs, step_inputs.labels, step_inputs.microbatches), loss_fn
             )
             args, kwargs, labels, microbatches = on_device
@@ -189,7 +189,7 @@ class Pipeline:
                     [of_batch[position] for of_batch, position in zip(finished.outputs, losses, strict=True)], weights
                 )
                 ready = receivers, captured.primals, finished.outputs, finished.gradients
-                if not hand_over:  # to the inputs as they were before the step updated them
+                if not accumulate_gradients:  # to the inputs as they were before the step updated them
                     total = loss_with_gradients(total, *ready)
                 outputs = self._model_outputs(captured, finished.outputs)
                 merged = None
@@ -203,7 +203,7 @@ class Pipeline:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs; where autograd is on, all backwards run when they are differentiated."""
         with self._lock, self._batch_norm():
-            args, kwargs = self._placed((args, kwargs))
+            args, kwargs = self._inputs_on_device((args, kwargs))
             make = functools.partial(self._calls_of_model, args, kwargs)
             try:
                 captured, made, weights = self._captured(make, (args, kwargs), forwards_before_backwards=True)
@@ -240,7 +240,7 @@ class Pipeline:
 
         loss_fn = kwargs.get("loss_fn")
         with self._lock, self._batch_norm():
-            args, kwargs = self._placed((args, kwargs), loss_fn)
+            args, kwargs = self._inputs_on_device((args, kwargs), loss_fn)
             labels, microbatches = kwargs.get("labels"), kwargs.get("microbatches")
             batch = (args, kwargs)
             if labels is None and loss_fn is None and microbatches is None:
@@ -278,7 +278,7 @@ class Pipeline:
         # count.
         def capture() -> CapturedCalls:
             made[:] = [make()]
-            return self._take(made[0], forwards_before_backwards)
+            return self._capture_microbatches(made[0], forwards_before_backwards)
 
         agreed_on = batch, torch.is_grad_enabled()
         captured = self._mode.agreed(agreed_on, capture, self._scheduled, runs, self.settings.microbatches)
@@ -370,7 +370,7 @@ class Pipeline:
             self._workers = Workers(devices)
         return self._workers
 
-    def _placed(self, inputs: Any, loss_fn: Any = None) -> Any:
+    def _inputs_on_device(self, inputs: Any, loss_fn: Any = None) -> Any:
         """Inputs where the graph is to run; notes whether the model is offloaded."""
         modules = [module for module in (self._model, loss_fn) if isinstance(module, nn.Module)]
         extra = tensors_of_sums(self._model) if self._deferred else ()
@@ -381,7 +381,7 @@ class Pipeline:
             self.compiled = self._compiled()  # guards do not check where the model is
         return self._mode.to_device(inputs)
 
-    def _take(self, made: _StepCalls, forwards_before_backwards: bool) -> CapturedCalls:
+    def _capture_microbatches(self, made: _StepCalls, forwards_before_backwards: bool) -> CapturedCalls:
         setting = StepSetting(
             structure=self._mode.structure,
             forwards_before_backwards=forwards_before_backwards,

@@ -14,11 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import roundpipe_fx
 from benchmarks.made_up_operands import Watch, pool_cases
-from roundpipe_fx.analysis.cost import made_up, measured, operand_rules, real_layout, trial, workspaces_of
-from roundpipe_fx.analysis.cost.made_up import UnsafeOperandsError, made_up_arguments
+from roundpipe_fx.analysis.cost import measured, operand_rules, probe, real_layout, synthetic, workspaces_of
 from roundpipe_fx.analysis.cost.measured import MeasuredCosts
 from roundpipe_fx.analysis.cost.operand_rules import ANY_NUMBERS, RULES, kinds_of_operator, may_run_alone
 from roundpipe_fx.analysis.cost.roofline import DEVICES
+from roundpipe_fx.analysis.cost.synthetic import UnsafeOperandsError, synthetic_operands
 from roundpipe_fx.ir.joint_graph import Mark
 from roundpipe_fx.torch_private import fakes_on
 from tests import hugging_face
@@ -53,7 +53,7 @@ def _large(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _made(node: fx.Node) -> list[Any]:
-    args, kwargs = made_up_arguments(node, CPU, _large)
+    args, kwargs = synthetic_operands(node, CPU, _large)
     return [*args, *kwargs.values()]
 
 
@@ -140,10 +140,10 @@ def test_the_rest_is_refused(name: str) -> None:
     node = REFUSED[name]()
     assert not may_run_alone(node)
     with pytest.raises(UnsafeOperandsError):
-        made_up_arguments(node, CPU, torch.Tensor.zero_)
+        synthetic_operands(node, CPU, torch.Tensor.zero_)
     if kinds_of_operator(node.target) is None:
         with pytest.raises(UnsafeOperandsError):
-            made_up.run_alone(node.target, node.args, node.kwargs)
+            synthetic.run_alone(node.target, node.args, node.kwargs)
 
 
 def test_an_index_without_elements_is_of_anything() -> None:
@@ -174,7 +174,7 @@ def _one(module: fx.GraphModule, target: Any) -> fx.Node:
 def test_the_seed_of_attention_is_on_the_host() -> None:
     """The meta device stands for the one that is not there."""
     node = _one(_attention(), aten._scaled_dot_product_efficient_attention_backward.default)
-    args, _ = made_up_arguments(node, META, lambda tensor: tensor)
+    args, _ = synthetic_operands(node, META, lambda tensor: tensor)
     devices = [value.device.type for value in args if isinstance(value, torch.Tensor)]
     assert devices == ["meta"] * 6 + ["cpu"] * 2
 
@@ -195,7 +195,7 @@ def test_every_name_is_an_operator_and_every_rule_of_an_argument() -> None:
 
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_tried", {})
+    monkeypatch.setattr(probe, "_probed", {})
 
 
 def _planned(watch: Watch, model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -237,7 +237,7 @@ class Summed(nn.Module):
 
 
 def test_what_is_not_named_is_learned_in_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_tried", {})
+    monkeypatch.setattr(probe, "_probed", {})
     monkeypatch.setattr(operand_rules, "_PLAIN", operand_rules._PLAIN - {"logsumexp"})
     kinds_of_operator.cache_clear()
     model, watch, x = Summed(), Watch(), torch.randn(40, 16)
@@ -261,15 +261,15 @@ def test_what_is_not_named_is_learned_in_the_first_step(monkeypatch: pytest.Monk
 def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The operators that are run on made-up operands."""
     found: list[Any] = []
-    run = made_up.run_alone
+    run = synthetic.run_alone
 
     def noted(target: Any, args: Any, kwargs: Any) -> Any:
         found.append(target)
         return run(target, args, kwargs)
 
-    for module in (trial, real_layout, measured):
+    for module in (probe, real_layout, measured):
         monkeypatch.setattr(module, "run_alone", noted)
-    monkeypatch.setattr(trial, "_tried", {})
+    monkeypatch.setattr(probe, "_probed", {})
     yield found
 
 
@@ -283,8 +283,8 @@ def _sum() -> fx.Node:
 def test_nothing_is_tried_for_which_there_is_no_memory(runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     node = _sum()
     with monkeypatch.context() as patched:
-        patched.setattr(made_up, "available_memory", lambda device: 1000)
-        patched.setattr(made_up, "_SMALL", 0)
+        patched.setattr(synthetic, "available_memory", lambda device: 1000)
+        patched.setattr(synthetic, "_SMALL", 0)
         assert workspaces_of([node], CPU) == {} and workspaces_of([node], CPU, learned={str(node.target): 7}) == {
             node: 7
         }
@@ -300,9 +300,9 @@ def test_running_out_of_memory_is_not_kept(runs: list[Any], monkeypatch: pytest.
 
     node = _sum()
     with monkeypatch.context() as patched:
-        patched.setattr(trial, "run_alone", exhausted)
-        assert trial.try_apart(node, CPU) is None
-    assert trial.try_apart(node, CPU) is not None
+        patched.setattr(probe, "run_alone", exhausted)
+        assert probe.probe_in_thread(node, CPU) is None
+    assert probe.probe_in_thread(node, CPU) is not None
 
 
 @pytest.mark.usefixtures("untried")
@@ -314,15 +314,15 @@ def test_errors_leave_the_generator_alone(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("device-side assert")
 
     node, state = _sum(), torch.get_rng_state()
-    monkeypatch.setattr(trial, "run_alone", failing)
+    monkeypatch.setattr(probe, "run_alone", failing)
     monkeypatch.setattr(measured, "run_alone", failing)
-    assert trial.try_apart(node, CPU) is None
+    assert probe.probe_in_thread(node, CPU) is None
     assert MeasuredCosts(DEVICES["cpu"], CPU).node_seconds(node, 10, 10, torch.float32) > 0
     assert torch.equal(state, torch.get_rng_state())
     monkeypatch.undo()
-    monkeypatch.setattr(trial, "_tried", {})
-    monkeypatch.setattr(trial, "_synchronize", failing)
-    assert trial.try_apart(node, CPU) is None
+    monkeypatch.setattr(probe, "_probed", {})
+    monkeypatch.setattr(probe, "_synchronize", failing)
+    assert probe.probe_in_thread(node, CPU) is None
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -352,13 +352,13 @@ SWITCHES: dict[str, tuple[Callable[[bool], Any], Callable[[], bool]]] = {
 @pytest.mark.parametrize("name", SWITCHES)
 def test_what_kernels_depend_on_is_in_the_key(name: str) -> None:
     switch, is_on = SWITCHES[name]
-    before, settings = is_on(), trial.kernel_settings()
+    before, settings = is_on(), probe.kernel_settings()
     try:
         switch(not before)
-        assert trial.kernel_settings() != settings
+        assert probe.kernel_settings() != settings
     finally:
         switch(before)
-    assert trial.kernel_settings() == settings
+    assert probe.kernel_settings() == settings
 
 
 def test_sizes_among_arguments_do_not_make_small_tensors_large(runs: list[Any]) -> None:

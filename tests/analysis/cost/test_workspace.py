@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import roundpipe_fx
 from benchmarks.fuzz.meter import AllocatorPeak
-from roundpipe_fx.analysis.cost import depends_on_data, trial, workspaces_of
+from roundpipe_fx.analysis.cost import depends_on_data, probe, workspaces_of
 from roundpipe_fx.passes import workspaces
 from tests.comparison import aot_eager_step, assert_bitwise, train_step
 
@@ -53,16 +53,16 @@ def test_what_a_kernel_converts_is_its_own() -> None:
 
 
 def test_what_is_measured_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    from roundpipe_fx.analysis.cost import trial
+    from roundpipe_fx.analysis.cost import probe
 
     ran = []
-    watch = trial.profile_memory
+    watch = probe.profile_memory
 
     def watched(run, device_type, seen):
         ran.append(watch(run, device_type, seen))
         return ran[-1]
 
-    monkeypatch.setattr(trial, "profile_memory", watched)
+    monkeypatch.setattr(probe, "profile_memory", watched)
     state = torch.get_rng_state()
     workspace_of(node_of(aten.bernoulli.p, ((61, 32), torch.float32), arguments=(0.5,)))
     (drawn,) = ran
@@ -289,14 +289,14 @@ def test_operators_without_operands_are_measured(window) -> None:
 def largest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The largest integer that each trial is made up with."""
     found: list[int] = []
-    made_up = trial.made_up_arguments
+    synthetic = probe.synthetic_operands
 
     def noted(node: fx.Node, device: torch.device, fill, single: bool):
         found.append(int(fill(torch.empty(100, dtype=torch.int64)).max()))
-        return made_up(node, device, fill, single)
+        return synthetic(node, device, fill, single)
 
-    monkeypatch.setattr(trial, "made_up_arguments", noted)
-    monkeypatch.setattr(trial, "_tried", {})
+    monkeypatch.setattr(probe, "synthetic_operands", noted)
+    monkeypatch.setattr(probe, "_probed", {})
     return found
 
 

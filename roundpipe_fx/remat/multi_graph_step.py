@@ -16,8 +16,8 @@ from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.step_of_calls import Footprint, NotedStep, StepNeeds, peak_of_step
 from roundpipe_fx.budget import limit_of
 from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.multi_call_step import candidates_for_step
 from roundpipe_fx.remat.schedule import footprint
-from roundpipe_fx.remat.several_calls import candidates_for_step
 
 _LEVELS = 16
 _ROUNDS = 3

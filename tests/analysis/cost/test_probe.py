@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost import trial
+from roundpipe_fx.analysis.cost import probe
 from tests.capturing import capture_joint
 
 CPU = torch.device("cpu")
@@ -26,8 +26,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def another_process(monkeypatch: pytest.MonkeyPatch) -> Any:
     def begin() -> None:
-        for name, value in (("_tried", {}), ("_files_read", set()), ("_not_written", set())):
-            monkeypatch.setattr(trial, name, value)
+        for name, value in (("_probed", {}), ("_files_read", set()), ("_not_written", set())):
+            monkeypatch.setattr(probe, name, value)
 
     begin()
     return begin
@@ -39,8 +39,8 @@ def _product() -> fx.Node:
     return next(node for node in joint.computed() if node.target is torch.ops.aten.mm.default)
 
 
-def _tried(node: fx.Node) -> trial.Trial:
-    found = trial.run_apart(lambda: trial.try_alone(node, CPU))
+def _probed(node: fx.Node) -> probe.Probe:
+    found = probe.run_in_thread(lambda: probe.probe_alone(node, CPU))
     assert found is not None
     return found
 
@@ -49,12 +49,12 @@ def test_a_later_process_tries_nothing_again(
     folder: Path, another_process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = _product()
-    before = _tried(node)
-    trial.write_trials(CPU)
+    before = _probed(node)
+    probe.write_probes(CPU)
     another_process()
-    monkeypatch.setattr(trial, "_run", lambda *_: pytest.fail("it is tried again"))
-    assert _tried(node) == before
-    assert before.layouts == (trial.TensorLayout((8, 8), (8, 1)),)
+    monkeypatch.setattr(probe, "_run", lambda *_: pytest.fail("it is tried again"))
+    assert _probed(node) == before
+    assert before.layouts == (probe.TensorLayout((8, 8), (8, 1)),)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}\n[]", b"\x80\x04", b"[]"])
@@ -62,13 +62,13 @@ def test_a_file_that_is_not_one_is_ignored(
     content: bytes, folder: Path, another_process: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = _product()
-    before = _tried(node)
-    trial.write_trials(CPU)
+    before = _probed(node)
+    probe.write_probes(CPU)
     (path,) = folder.iterdir()
     path.write_bytes(content)
     another_process()
     with caplog.at_level(logging.INFO, "roundpipe_fx"):
-        assert _tried(node) == before
+        assert _probed(node) == before
     assert any("is ignored" in record.message for record in caplog.records)
 
 
@@ -76,6 +76,6 @@ def test_nothing_is_written_where_the_cache_is_off(
     folder: Path, another_process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROUNDPIPE_FX_PLAN_CACHE", "0")
-    _tried(_product())
-    trial.write_trials(CPU)
+    _probed(_product())
+    probe.write_probes(CPU)
     assert not list(folder.iterdir())

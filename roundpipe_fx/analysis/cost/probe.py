@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost.made_up import fits, made_up_arguments, run_alone
 from roundpipe_fx.analysis.cost.operand_kinds import index_limits
 from roundpipe_fx.analysis.cost.operand_rules import arguments_of_node, kinds_of_call
 from roundpipe_fx.analysis.cost.signature import signature_of
+from roundpipe_fx.analysis.cost.synthetic import fits, run_alone, synthetic_operands
 from roundpipe_fx.analysis.data_files import cache_folder, is_on, read_data, versions, write_data
 from roundpipe_fx.ir.joint_graph import has_tag, is_mask, tensor_values
 from roundpipe_fx.torch_private import (
@@ -46,7 +46,7 @@ class TensorLayout(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Trial(NamedTuple):
+class Probe(NamedTuple):
     """The result of running an operator alone.
 
     Attributes:
@@ -64,18 +64,18 @@ class Trial(NamedTuple):
 
 
 _FORMAT = "roundpipe_fx trials 2"
-_tried: dict[Any, Trial | None] = {}
+_probed: dict[Any, Probe | None] = {}
 _files_read: set[Path] = set()
 _not_written: set[str] = set()
 """Devices of trials that are not on disk."""
-_trying = ForkedLock()
+_probing = ForkedLock()
 _MOST_KNOWN = 1 << 14
 
 
-def try_alone(node: fx.Node, device: torch.device, single: bool = False) -> Trial | None:
+def probe_alone(node: fx.Node, device: torch.device, single: bool = False) -> Probe | None:
     """Run a node's operator alone, unless an equal call has been tried before.
 
-    Must be called where no dispatch mode and no profiler is active (:func:`run_apart`).
+    Must be called where no dispatch mode and no profiler is active (:func:`run_in_thread`).
 
     Args:
         node: an operation on fake tensors.
@@ -87,36 +87,36 @@ def try_alone(node: fx.Node, device: torch.device, single: bool = False) -> Tria
     """
     key = _key_of(node, device, single)
     # Held for the look at the table alone: a trial takes up to seconds, and two threads may make it twice.
-    with _trying:
-        _read_trials(device)
-        if key in _tried:
-            return _tried[key]
+    with _probing:
+        _read_probes(device)
+        if key in _probed:
+            return _probed[key]
     # Not cached: with more memory free the next call tries it.
     if not single and not fits(node, device, _BYTES_OF_NUMBERS if _depends_on_numbers(node) else 0):
         log.info("%s is not tried: %s has no memory for its operands and results", node.target, device)
         return None
     try:
-        trial = _run(node, device, single)
+        probe = _run(node, device, single)
     except torch.OutOfMemoryError as error:
         log.info("%s is not tried: %s", node.target, error)
         return None
-    with _trying:
+    with _probing:
         # A table that is full starts again: trials are kept on disk.
-        if len(_tried) >= _MOST_KNOWN:
-            _tried.clear()
-        _tried[key] = trial
+        if len(_probed) >= _MOST_KNOWN:
+            _probed.clear()
+        _probed[key] = probe
         _not_written.add(str(device))
-    return trial
+    return probe
 
 
-def try_apart(node: fx.Node, device: torch.device) -> Trial | None:
-    """As :func:`try_alone`, but callable from anywhere: an operator that has not been tried runs in another thread."""
+def probe_in_thread(node: fx.Node, device: torch.device) -> Probe | None:
+    """As :func:`probe_alone`, but callable from anywhere: an operator not yet tried runs in another thread."""
     key = _key_of(node, device, False)
-    with _trying:
-        _read_trials(device)
-        if key in _tried:
-            return _tried[key]
-    return run_apart(lambda: try_alone(node, device))
+    with _probing:
+        _read_probes(device)
+        if key in _probed:
+            return _probed[key]
+    return run_in_thread(lambda: probe_alone(node, device))
 
 
 def _key_of(node: fx.Node, device: torch.device, single: bool) -> tuple[Any, ...]:
@@ -159,30 +159,30 @@ def _path(device: torch.device) -> Path:
     return cache_folder() / f"trials_{name}.json"
 
 
-def _read_trials(device: torch.device) -> None:
+def _read_probes(device: torch.device) -> None:
     """Take over what earlier processes have tried, once."""
     if not is_on() or (path := _path(device)) in _files_read:
         return
     _files_read.add(path)
     try:
-        trials = {_key_from(key): _trial_from(trial) for key, trial in read_data(path, _header(device))}
+        probes = {_key_from(key): _probe_from(probe) for key, probe in read_data(path, _header(device))}
     except FileNotFoundError:
         return
     except (OSError, ValueError, TypeError) as error:
         log.info("the file of trials %s is ignored: %s", path, error)
         return
-    for key, trial in trials.items():
+    for key, probe in probes.items():
         # What this process has tried goes before what the file says.
-        _tried.setdefault(key, trial)
+        _probed.setdefault(key, probe)
 
 
-def write_trials(device: torch.device) -> None:
+def write_probes(device: torch.device) -> None:
     """Store what has been tried on a device for later processes."""
-    with _trying:
+    with _probing:
         if str(device) not in _not_written or not is_on():
             return
         _not_written.discard(str(device))
-        known = [(key, tuple(trial)) for key, trial in _tried.items() if trial is not None and key[1] == str(device)]
+        known = [(key, tuple(probe)) for key, probe in _probed.items() if probe is not None and key[1] == str(device)]
     try:
         write_data(_path(device), _header(device), known)
     except OSError as error:
@@ -194,16 +194,16 @@ def _key_from(key: Any) -> tuple[Any, ...]:
     return signature, device, single, tuple(settings)
 
 
-def _trial_from(trial: Any) -> Trial:
-    workspace, left, layouts, storages = trial
+def _probe_from(probe: Any) -> Probe:
+    workspace, left, layouts, storages = probe
     sizes = [workspace, left, *storages]
     if not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError(f"{sizes} are not bytes")
     lies = [layout and TensorLayout(*map(tuple, layout)) for layout in layouts]
-    return Trial(workspace, left, tuple(lies), tuple(storages))
+    return Probe(workspace, left, tuple(lies), tuple(storages))
 
 
-def run_apart(work: Callable[[], T]) -> T:
+def run_in_thread(work: Callable[[], T]) -> T:
     """Run a function in another thread, where no dispatch mode and no profiler of the user is active."""
     # A new thread has no dispatch modes and no profiler of the caller's.
     with ThreadPoolExecutor(1, "roundpipe_fx trials") as thread:
@@ -232,22 +232,22 @@ def _depends_on_numbers(node: fx.Node) -> bool:
     return target.overloadpacket in _BY_NUMBERS or has_tag(target, torch.Tag.dynamic_output_shape)
 
 
-def _run(node: fx.Node, device: torch.device, single: bool) -> Trial | None:
+def _run(node: fx.Node, device: torch.device, single: bool) -> Probe | None:
     # Zeros first: they are valid as indices, lengths and probabilities for nearly every operator.
-    trials = [_run_on(node, device, torch.Tensor.zero_, single)]
+    probes = [_run_on(node, device, torch.Tensor.zero_, single)]
     if _depends_on_numbers(node):
         arguments = arguments_of_node(node)
         limits = index_limits(kinds_of_call(node.target, arguments) or {}, arguments)
         # The least size bounds what an index may be in any operand, where the rules say nothing more exact.
         sizes = [size for source in node.all_input_nodes for value in tensor_values(source) for size in value.shape]
         least = min(limits or (count for size in sizes if (count := size_hint(size))), default=1)
-        trials += [_run_on(node, device, fill, single) for fill in (_ones(least if limits else 2), _spread(least))]
-    known = [trial for trial in trials if trial is not None]
+        probes += [_run_on(node, device, fill, single) for fill in (_ones(least if limits else 2), _spread(least))]
+    known = [probe for probe in probes if probe is not None]
     if not known:
         return None
     # Values decide how much is needed, so the largest of the tries counts.
-    most = max(trial.workspace for trial in known)
-    return Trial(most, max(trial.left for trial in known), known[0].layouts, known[0].storages)
+    most = max(probe.workspace for probe in known)
+    return Probe(most, max(probe.left for probe in known), known[0].layouts, known[0].storages)
 
 
 def _ones(limit: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -275,13 +275,13 @@ def _spread(limit: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _run_on(
     node: fx.Node, device: torch.device, fill: Callable[[torch.Tensor], torch.Tensor], single: bool
-) -> Trial | None:
+) -> Probe | None:
     # A trial may draw random numbers, which the user's program must not miss.
     restore = save_rng_states([device] if device.type == "cuda" else [])
     seen: list[ProfiledMemory] = []
     try:
         with torch.no_grad():
-            args, kwargs = made_up_arguments(node, device, fill, single)
+            args, kwargs = synthetic_operands(node, device, fill, single)
             if device.type != "cpu":  # the first run loads handles and kernels
                 run_alone(node.target, args, kwargs)
             result = profile_memory(lambda: run_alone(node.target, args, kwargs), device.type, seen.append)
@@ -295,7 +295,7 @@ def _run_on(
     finally:
         restore()
     results = tree_leaves(result)
-    return Trial(
+    return Probe(
         seen[0].peak - seen[0].left,
         seen[0].left + sum(map(_sparse_bytes, results)),
         tuple(map(_layout, results)),

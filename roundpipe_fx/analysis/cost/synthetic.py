@@ -26,7 +26,7 @@ class UnsafeOperandsError(ValueError):
     """An operator was about to run on made-up operands that might end the process."""
 
 
-def made_up_arguments(node: fx.Node, device: torch.device, fill: FillOperand, single: bool = False) -> tuple[Any, Any]:
+def synthetic_operands(node: fx.Node, device: torch.device, fill: FillOperand, single: bool = False) -> tuple[Any, Any]:
     """Positional and keyword arguments like those of a node, with real tensors.
 
     Args:
