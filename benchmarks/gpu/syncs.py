@@ -45,16 +45,25 @@ def _ours(stages: str, model: nn.Module) -> roundpipe_fx.CompiledModule:
     return roundpipe_fx.compile(model, stages=_LAYERS, recompute="full", stage_compiler=stages)
 
 
+def _waits(run: Callable[[], Any]) -> int | None:
+    """Waits of the host while a function runs, without those of the profiler itself; ``None``: it sees none here."""
+    activities = supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+    if ProfilerActivity.CUDA not in activities:
+        return None
+    counts = []
+    for profiled in (lambda: None, run):
+        torch.cuda.synchronize()
+        with profile(activities=activities) as profiler:
+            profiled()
+        counts.append(sum(event.name in _WAITS for event in profiler.events()))
+    return counts[1] - counts[0]
+
+
 def _counted(run: Callable[..., Any], tokens: torch.Tensor) -> Row:
     for _ in range(3):
         run(input_ids=tokens, labels=tokens).loss.backward()
     loss = run(input_ids=tokens, labels=tokens).loss
-    torch.cuda.synchronize()
-    activities = supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}
-    with profile(activities=activities) as profiled:
-        loss.backward()
-    events = [event.name for event in profiled.events()]
-    waits = sum(name in _WAITS for name in events) if ProfilerActivity.CUDA in activities else None
+    waits = _waits(loss.backward)
     loss = run(input_ids=tokens, labels=tokens).loss
     with roundpipe_fx.count_host_syncs() as syncs:
         loss.backward()
