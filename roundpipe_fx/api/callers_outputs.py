@@ -40,7 +40,6 @@ class CallersOutputs:
         self._droppable = joint.droppable - learned.held(graph)
         self._held = joint.droppable & learned.held(graph)
         self._reported: frozenset[int] = frozenset()
-        self._unread: UnreadOutputs | None = None
 
     @property
     def assumed_dropped(self) -> frozenset[int]:
@@ -103,7 +102,7 @@ class CallersOutputs:
         return DroppedOutputs(self._droppable, saved, lambda held: self._see(held, lowered, correct))
 
     def leave_unread(self, lowered: Lowered) -> UnreadOutputs | None:
-        """Return what wraps the forward program of a plan that assumes outputs unread; ``None``: it assumes none."""
+        """Return what wraps the programs of a plan that assumes outputs unread; ``None``: it assumes none."""
 
         def see(position: int) -> None:
             self._learned.see_read(self._graph, position)
@@ -112,15 +111,12 @@ class CallersOutputs:
                 self._learned.steps.tell_of_read(size, lowered.peak.bytes, lowered.budget)
 
         unread = lowered.joint.unread
-        self._unread = UnreadOutputs(unread, see) if unread else None
-        return self._unread
+        return UnreadOutputs(unread, see) if unread else None
 
     def _see(self, held: frozenset[int], lowered: Lowered, correct: Callable[[Lowered], None]) -> None:
         """Note the outputs that a step holds when its backward begins."""
         learned, joint, budget = self._learned, lowered.joint, lowered.budget
         wrong = joint.dropped & held
-        if wrong and self._unread is not None:
-            self._unread.compute_held()
         learned.note_held(self._graph, (self._droppable & held) - wrong)
         self._droppable -= held
         if wrong and budget is not None:

@@ -57,6 +57,7 @@ from roundpipe_fx.runtime.observers import size_observer
 from roundpipe_fx.runtime.profiled_step import ProfiledStep
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
 from roundpipe_fx.runtime.step_calls import NotedGraph
+from roundpipe_fx.runtime.unread_outputs import UnreadOutputs
 from roundpipe_fx.torch_private import UserLine
 
 log = logging.getLogger(__name__)
@@ -150,6 +151,7 @@ class _OnOneDevice(_Compilation):
     noted: NotedGraph | None = None
     outputs: CallersOutputs = field(init=False)
     observed: DroppedOutputs | None = None
+    unread: UnreadOutputs | None = None
 
     def _plan(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.outputs = CallersOutputs(self.name, joint, self.options, self.learned)
@@ -219,9 +221,9 @@ class _OnOneDevice(_Compilation):
         self.observed = self.outputs.observe(self.lowered, self._correct)
         if self.observed is not None:
             run = self.observed.forward(run)
-        unread = self.outputs.leave_unread(self.lowered)
-        if unread is not None:
-            run = unread.forward(run)
+        self.unread = self.outputs.leave_unread(self.lowered)
+        if self.unread is not None:
+            run = self.unread.forward(run)
         outputs, gradients = self.lowered.joint.num_forward_outputs, self._incoming()
         if outputs == 1:  # a backward always reads its gradient
             pass
@@ -260,7 +262,9 @@ class _OnOneDevice(_Compilation):
         assert self.lowered.backward is not None
         # The same wrappers as around the forward, in the same order.
         run = self._explained(self._load(self.lowered, self.lowered.backward, self._see()), self.lowered, "backward")
-        if self.observed is not None:
+        if self.unread is not None:
+            run = self.unread.backward(run)
+        if self.observed is not None:  # before outputs are computed, which no longer hold what they are computed from
             run = self.observed.backward(run)
         gradients = self._incoming()
         if gradients is not None and not self.lowered.static:

@@ -57,10 +57,16 @@ class UnreadOutputs:
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
-    def compute_held(self) -> None:
-        """Compute the outputs that callers still hold."""
-        for value in [*self._values]:
-            value.compute()
+    def backward(self, run: Boxed) -> Boxed:
+        """Wrap the backward program: outputs that callers still hold are computed before it runs."""
+
+        def call(arguments: list[Any]) -> tuple[Any, ...]:
+            for value in [*self._values]:
+                value.compute()
+            return run(arguments)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
 
 
 class _Value:

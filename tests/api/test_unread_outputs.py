@@ -214,6 +214,16 @@ def test_a_caller_that_holds_is_planned_for() -> None:
         _drop(model, *batch)
 
 
+def test_outputs_that_are_held_while_a_graph_is_kept_are_computed_in_time() -> None:
+    own, *batch = _made()
+    expected = own(*batch)[1]
+    loss, scores = roundpipe_fx.compile(own, outputs="unread")(*batch)
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        own.head.weight.zero_()
+    torch.testing.assert_close(scores, expected, rtol=0, atol=0)
+
+
 def test_outputs_whose_weights_have_changed_cannot_be_read() -> None:
     own, *batch = _made()
     loss, scores = roundpipe_fx.compile(own, outputs="unread")(*batch)
