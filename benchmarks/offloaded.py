@@ -71,21 +71,23 @@ class _Case:
         return torch.bfloat16 if self.published is None else torch.float16
 
 
-def _qwen3_2b() -> nn.Module:
+def qwen3_2b() -> nn.Module:
+    """A Qwen3 of 1.7B parameters, on the meta device."""
     return _qwen3(2048, 6144, 28, 16, True)
 
 
-def _qwen3_32b() -> nn.Module:
+def qwen3_32b() -> nn.Module:
+    """A Qwen3 of 32B parameters, on the meta device."""
     return _qwen3(5120, 25600, 64, 64, False)
 
 
 _CASES = {
-    "Qwen3-1.7B, 16 × 2 K": _Case(make=_qwen3_2b, microbatches=16, tokens=2048, published=8881),
+    "Qwen3-1.7B, 16 × 2 K": _Case(make=qwen3_2b, microbatches=16, tokens=2048, published=8881),
     "Llama-3.1-8B, 16 × 2 K": _Case(make=llama_8b, microbatches=16, tokens=2048, published=3142),
-    "Qwen3-32B, 16 × 2 K": _Case(make=_qwen3_32b, microbatches=16, tokens=2048, published=740),
+    "Qwen3-32B, 16 × 2 K": _Case(make=qwen3_32b, microbatches=16, tokens=2048, published=740),
     "Llama-3.1-8B, 49 K": _Case(make=llama_8b, microbatches=1, tokens=49 * 1024),
-    "Qwen3-1.7B, 73 K": _Case(make=_qwen3_2b, microbatches=1, tokens=73 * 1024),
-    "Qwen3-32B, 28 K": _Case(make=_qwen3_32b, microbatches=1, tokens=28 * 1024),
+    "Qwen3-1.7B, 73 K": _Case(make=qwen3_2b, microbatches=1, tokens=73 * 1024),
+    "Qwen3-32B, 28 K": _Case(make=qwen3_32b, microbatches=1, tokens=28 * 1024),
 }
 
 

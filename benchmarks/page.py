@@ -296,6 +296,15 @@ _PARTS = (
         "may wait for copies. CPU seconds of planning are mostly those of PyTorch's tracing.",
     ),
     _Part(
+        "longest",
+        "The longest sequences on one GPU",
+        "benchmarks.longest",
+        "Planned, not run: one sequence, bfloat16, forward and backward, models that return only their loss, within "
+        "90 % of the device's memory without weights that are there, with tiles wherever they pay. The "
+        "ratio is a step over its own operations run once, attention included, with nothing recomputed and nothing "
+        "waited for, which is the bound. What binds is what a shorter step would need more of.",
+    ),
+    _Part(
         "published_kernels",
         "Rates of kernels (modelled and published)",
         "benchmarks.published_kernels",

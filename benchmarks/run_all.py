@@ -24,6 +24,7 @@ BENCHMARKS = (
     "offloaded",
     "published_kernels",
     "host_tier",
+    "longest",
     "host_optimizer",
     "processes",
     "growth",

@@ -69,7 +69,7 @@ def hidden_copies(
         starts_of_stages: for each call of the backward, the number of the first call of its stage.
         byte_seconds: in which the link carries a byte.
         enough: bytes; no more values leave once they have so many.
-        room: bytes that they have at most.
+        room: bytes of pinned memory that they have at most.
     """
     positions = {name: position for position, (name, _) in enumerate(backward)}
     offloaded = _leaving(values, forward, positions, byte_seconds, enough, room)
@@ -115,16 +115,17 @@ def _leaving(
     for value in values:
         by_maker.setdefault(calls[value.maker], []).append(value)
     # Forwards in time: `link` is when the link will be free.
-    link, left = 0.0, 0
+    link, left, taken = 0.0, 0, 0
     offloaded: list[_LeavingValue] = []
     for maker, made in sorted(by_maker.items()):
         # Values of one call leave together, until enough bytes have left or the host has no room.
         group = []
         for value in made:
-            fits = left < enough and left + value.bytes <= room
+            fits = left < enough and taken + _pinned_bytes(value.bytes) <= room
             if fits and any(reader in backward for reader in value.readers):
                 group.append(value)
                 left += value.bytes
+                taken += _pinned_bytes(value.bytes)
         # Copies of one call's results follow each other in any order.
         link = max(link, ends[maker]) + sum(value.bytes for value in group) * byte_seconds
         # The call during which the copies end: there the memory is freed.
@@ -138,3 +139,8 @@ def _leaving(
             if max(over, last) < len(forward) and back:
                 offloaded.append(_LeavingValue(value, max(over, last), back))
     return offloaded
+
+
+def _pinned_bytes(size: int) -> int:
+    """Bytes that PyTorch's allocator of pinned memory takes for a value: a power of two."""
+    return 1 << (size - 1).bit_length()

@@ -25,6 +25,7 @@ from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.remat.choose import Chosen, Unmet
+from roundpipe_fx.remat.options_on_host import HostTier
 from roundpipe_fx.remat.save_policy import SavePolicy
 from roundpipe_fx.schedules import Timing
 from roundpipe_fx.schedules.choose_offloads import OffloadRule
@@ -133,7 +134,9 @@ class Space(Generic[E]):
             where one operation alone needs more bytes, no plan is searched for; ``None``: one always is.
         widest_first: whether the widest regions are tiled first, since it is not known which values are alive at the
             peak. Otherwise those are that hold most of it.
+        tier: the host for the values of an annotated graph; ``None``: none leave.
     """
 
     planned: Callable[[JointGraph, Setting, int | float, int | None], Found[E] | Unmet]
     widest_first: bool = False
+    tier: Callable[[JointGraph, Setting], HostTier | None] = lambda joint, setting: None

@@ -156,7 +156,8 @@ class Kinds(Generic[E]):
         by_class = self._covered(heads)
         regions = self._regions.as_wide_as(0)
         others = [region for region in regions if by_class.isdisjoint(operations_of(self._graph, region))]
-        return tilings_by_segment(self._graph, [*others, *heads], limit, self.setting)
+        tier = self.space.tier(self._joint, self.setting)
+        return tilings_by_segment(self._graph, [*others, *heads], limit, self.setting, tier)
 
     def widest_first(self) -> Iterator[Tiles]:
         """Yield tiles to try where the bottleneck is not known: more and more kinds, widest first, then all in more

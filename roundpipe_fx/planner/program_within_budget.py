@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +29,13 @@ from roundpipe_fx.ir.options import Inductor
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.planner.evaluation import Candidate, Evaluation, Space
 from roundpipe_fx.planner.search import cut_finer
-from roundpipe_fx.planner.with_host import TRIED, has_host, host_room, least_recomputed, stage_starts
+from roundpipe_fx.planner.with_host import TRIED, host_tier, least_recomputed, plan_by_chain, stage_starts
 from roundpipe_fx.remat.chain_search import SimulatedSchedule
 from roundpipe_fx.remat.choose import Bottleneck, Chosen, Unmet, choices, choose, unmet_by
 from roundpipe_fx.remat.early import early_within
 from roundpipe_fx.remat.follow_sequence import fit_sequence
 from roundpipe_fx.remat.least_bytes import least_bytes
+from roundpipe_fx.remat.options_on_host import HostTier
 from roundpipe_fx.remat.schedule import remat_schedule
 from roundpipe_fx.schedules.choose_offloads import OffloadRule
 
@@ -81,7 +83,8 @@ class CutProgram:
         chosen = candidate.saved
         assert isinstance(chosen, Chosen) and not isinstance(candidate.sent, OffloadRule)
         followed, schedule = chosen.followed, chosen.candidate.schedule
-        early = early_within(followed, schedule, self.overlapped)
+        # What is recomputed early would wait for copies from the host.
+        early = schedule if candidate.sent else early_within(followed, schedule, self.overlapped)
         setting = dataclasses.replace(self.setting, sent=candidate.sent or 0)
         for tried in (schedule,) if early is schedule else (early, schedule):
             copy = (self.joint if followed is not self.whole or self.shared is None else self.shared).copy()
@@ -109,12 +112,10 @@ def _within(
         budget: bytes or a share.
         limit: where one operation alone needs more bytes, no plan is searched for; ``None``: one always is.
     """
-    options, runs = setting.options, setting.context.runs_programs
+    runs = setting.context.runs_programs
     wanted = runs and wants_host(joint, setting.device.type)
-    room = host_room(options.host_budget, on_paper=options.device_name is not None)
-    on_host = None
-    if runs and room and not wanted and setting.step is None and has_host(setting.device):
-        on_host = uncut(joint)
+    tier = host_tier(joint, setting)
+    on_host = uncut(joint) if tier is not None else None
     graph = CutProgram.of(cut(joint, setting), setting)
     operations = graph.operations
     if limit is not None and not wanted:
@@ -127,9 +128,9 @@ def _within(
     coarse = _save_less(graph, budget)
     if isinstance(setting.compiler, Inductor) and runs and budget != 0.0:
         coarse = _recompute_less(graph, coarse) or coarse
-    if on_host is None:
+    if on_host is None or tier is None:
         return coarse
-    return cut_finer(coarse, lambda: _send_to_host(on_host, graph, coarse, room))
+    return cut_finer(coarse, lambda: _send_to_host(on_host, graph, coarse, tier))
 
 
 def _save_less(graph: CutProgram, budget: int | float) -> Found[Evaluation[Lowered]] | Unmet:
@@ -186,16 +187,21 @@ def _less_recomputed(graph: CutProgram, coarse: Found[Evaluation[Lowered]] | Unm
         graph: for which schedules are searched for.
         coarse: the plan, or what it needs at the least.
     """
-    chosen = coarse.value.candidate.saved if isinstance(coarse, Found) else coarse.bottleneck.chosen
-    assert isinstance(chosen, Chosen)
+    chosen = _chosen(coarse)
     plans = choices(graph.operations, chosen.limit, 1.0, graph.whole)
     if isinstance(coarse, Infeasible):
         return plans
     return [plan for plan in plans if plan.candidate.seconds < chosen.candidate.seconds]
 
 
+def _chosen(coarse: Found[Evaluation[Lowered]] | Unmet) -> Chosen:
+    chosen = coarse.value.candidate.saved if isinstance(coarse, Found) else coarse.bottleneck.chosen
+    assert isinstance(chosen, Chosen)
+    return chosen
+
+
 def _send_to_host(
-    joint: JointGraph, graph: CutProgram, coarse: Found[Evaluation[Lowered]] | Unmet, room: int
+    joint: JointGraph, graph: CutProgram, coarse: Found[Evaluation[Lowered]] | Unmet, tier: HostTier
 ) -> Found[Evaluation[Lowered]] | Unmet | None:
     """A plan that recomputes less than one without values on the host, or fits where none does without.
 
@@ -203,7 +209,7 @@ def _send_to_host(
         joint: the graph, which is not cut.
         graph: the same, cut, for which the plan without was made.
         coarse: that plan, or what it needs at the least.
-        room: bytes of values that may be on the host.
+        tier: the host.
 
     Returns:
         the plan, or what needs least of those that were tried; ``None``: there is nothing to try.
@@ -212,9 +218,21 @@ def _send_to_host(
         # Copies begin and end between stages, and a heavy one, as a loss head, would have all others be as heavy.
         fine = graph.setting.with_decisions(stage_starts=stage_starts(len(graph.joint.segments)))
         graph = CutProgram.of(cut(joint, fine), fine)
-    graph = dataclasses.replace(graph, setting=dataclasses.replace(graph.setting, room=room))
-    plans = _less_recomputed(graph, coarse)
-    return _within_limit(least_recomputed(_some_of(plans, TRIED), graph.evaluate, room)) if plans else None
+    graph = dataclasses.replace(graph, setting=dataclasses.replace(graph.setting, room=tier.room))
+    chosen = _chosen(coarse)
+    chosen = dataclasses.replace(chosen, graph=graph.operations, followed=graph.operations)
+    by_chain = plan_by_chain(graph.operations, chosen, tier, graph.evaluate)
+    results = [] if by_chain is None else [_within_limit(by_chain)]
+    most = math.inf if by_chain is None or by_chain.peak > chosen.limit else by_chain.recompute_seconds
+    plans = [
+        plan
+        for plan in _some_of(_less_recomputed(graph, coarse), TRIED)
+        # No plan's peak falls by more than the bytes that leave.
+        if plan.candidate.peak.bytes - tier.most <= plan.limit and plan.candidate.seconds < most
+    ]
+    if plans:
+        results.insert(0, _within_limit(least_recomputed(plans, graph.evaluate, tier.room)))
+    return first_found(results) if results else None
 
 
 def following_rotor(joint: JointGraph, setting: Setting) -> Result[Lowered]:
@@ -249,7 +267,7 @@ def _within_limit(evaluation: Evaluation[Lowered]) -> Found[Evaluation[Lowered]]
     return Found(evaluation) if evaluation.peak <= chosen.limit else unmet_by(chosen, evaluation.peak)
 
 
-PROGRAMS: Space[Evaluation[Lowered]] = Space(planned=_within)
+PROGRAMS: Space[Evaluation[Lowered]] = Space(planned=_within, tier=host_tier)
 """Plans for one device."""
 
 _EMITTED = 24

@@ -4,7 +4,8 @@ A candidate is evaluated by emitting what it decides and simulating that (:mod:`
 does not stay within the budget, or recomputes, moves lead to others. All of them, the outermost first::
 
     move                   a program                              a schedule
-    tile where it pays     the tilings of the chain of segments, if its step recomputes          tile_where_it_pays
+    tile where it pays     the tilings of the chain of segments, if its step recomputes; of      tile_where_it_pays
+                           a program, with values that leave for the host
     tile more              the kind that holds most of the peak   the widest kinds first         tile_more
     cut elsewhere          -                                      for each schedule, and limit   lower_pipeline
                                                                   on an offloaded model's weights
@@ -13,8 +14,9 @@ does not stay within the budget, or recomputes, moves lead to others. All of the
     recompute less         programs need less than was planned where Inductor fuses              judged_by_code,
                                                                                                  pipeline_by_code,
                                                                                                  …_within_budget
-    send to the host       those that recompute less              as many values as it takes;    with_host,
-                                                                  at some prices of the link     offload_values
+    send to the host       the chain's solutions in which         as many values as it takes;    with_host,
+                           values leave; those that recompute     at some prices of the link     offload_values
+                           less than the one that fits
     recompute early        what no gradient waits for             while a device waits           early, fill_waits
 
 Of all candidates within the budget the quickest is taken (:func:`roundpipe_fx.planner.evaluation.quickest`). If there

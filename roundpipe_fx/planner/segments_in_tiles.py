@@ -19,6 +19,7 @@ from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.options_in_tiles import ChainInTiles, join, tiled_segments
+from roundpipe_fx.remat.options_on_host import HostTier
 from roundpipe_fx.remat.segment_chain import chain_of
 
 _Numbers: TypeAlias = tuple[int, ...]
@@ -43,7 +44,11 @@ class _Segments:
 
 
 def tilings_by_segment(
-    joint: JointGraph, regions: Sequence[TileRegion], limit: int, setting: Setting
+    joint: JointGraph,
+    regions: Sequence[TileRegion],
+    limit: int,
+    setting: Setting,
+    tier: HostTier | None = None,
 ) -> Iterator[tuple[float, list[tuple[TileRegion, int]]]]:
     """Seconds that a step takes longer than with nothing recomputed, and regions with their number of tiles.
 
@@ -54,6 +59,7 @@ def tilings_by_segment(
         regions: of this graph, that do not overlap.
         limit: bytes of the budget.
         setting: what else there is to know.
+        tier: the host, where saved values may leave for it.
     """
     regions = [region for region in regions if _widest_bytes(region) * _PARTS[-1] >= limit]
     if not regions:
@@ -62,7 +68,7 @@ def tilings_by_segment(
     segments = _with_regions_whole(cut(joint.copy(), setting), regions)
     joined = join([_chain(joint, regions, numbers, segments, setting) for numbers in tried])
     of_region = [segments.by_name[region.widest.name] for region in regions]
-    for seconds, copies in tiled_segments(joined, limit):
+    for seconds, copies in tiled_segments(joined, limit, tier):
         numbers = [tried[copies[segment]][position] for position, segment in enumerate(of_region)]
         yield seconds, [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
 

@@ -1,21 +1,38 @@
 """The host as a second tier: within a budget, values of an ordinary model leave where that saves recomputation.
 
-Plans are made as if there was no host. If the one that fits recomputes, those that recompute less are emitted with as
+Plans are made as if there was no host. If the one that fits recomputes, others that recompute less are emitted with as
 many values on the host as can be taken there and back beside the work (:mod:`roundpipe_fx.compiler.hidden_copies`), and
 the first of them that fits then is taken, with about as many values on the host as it needs. Likewise if none fits
 without the host. What plans need does not fall steadily from one to the next, so they are tried one by one.
+
+The others are of two kinds: plans that were made as if there was no host, and solutions of the chain of segments in
+which what a segment saves may leave (:mod:`roundpipe_fx.remat.options_on_host`). Only the latter save alike in all
+layers: without a host, a plan with so many saved bytes keeps everything of some layers and nothing of the others. ::
+
+    saved of a long sequence, by layer       MLP: 48 GiB        attention: 8 GiB
+    without a host, 400 GiB of values        of 6 layers        of 14
+    with one, 130 GiB of values              of none            of 16, and nothing costly is recomputed
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import psutil
 import torch
 
+from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.compiler.values_on_host import wants_host
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.planner.evaluation import Candidate, Evaluation
+from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.chain_search import work_out
 from roundpipe_fx.remat.choose import Chosen
+from roundpipe_fx.remat.options_on_host import HostTier, solutions_on_host
+from roundpipe_fx.remat.segment_chain import chain_of, remat_choice_of
 from roundpipe_fx.torch_private import offload_operators
 
 _SHARE = 0.8
@@ -27,8 +44,10 @@ _PARTS = (8, 4, 2)
 suffices has then no lower peak than what is taken for a smaller budget."""
 _STAGES = 64
 """At most: each takes a call."""
-_ROUNDED = 2
-"""PyTorch's pinned memory has sizes that are powers of two: up to so many times what is asked for."""
+_HIDDEN = 0.9
+"""Share of the shorter of forward and backward in which the link is expected to be at work."""
+_BY_CHAIN = 6
+"""Solutions of the chain that are emitted at most."""
 
 
 def has_host(device: torch.device) -> bool:
@@ -45,8 +64,68 @@ def host_room(host_budget: int | None, on_paper: bool) -> int:
     """
     if host_budget is None and on_paper:
         return torch.iinfo(torch.int64).max
-    budget = int(_SHARE * psutil.virtual_memory().available) if host_budget is None else host_budget
-    return budget // _ROUNDED
+    return int(_SHARE * psutil.virtual_memory().available) if host_budget is None else host_budget
+
+
+def host_tier(joint: JointGraph, setting: Setting) -> HostTier | None:
+    """The host for the values of a graph that programs run; ``None``: none may leave.
+
+    Args:
+        joint: an annotated graph.
+        setting: what else there is to know.
+    """
+    options, device = setting.options, setting.device
+    if not setting.context.runs_programs or setting.step is not None or not has_host(device):
+        return None
+    if wants_host(joint, device.type):
+        return None
+    room = host_room(options.host_budget, on_paper=options.device_name is not None)
+    if not room:
+        return None
+    bandwidth = setting.costs.host
+    shorter = min(
+        sum(node.meta[Mark.SECONDS] for node in joint.in_phase(phase)) for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
+    return HostTier(byte_seconds=1 / bandwidth, room=room, carried=int(_HIDDEN * shorter * bandwidth))
+
+
+def plan_by_chain(
+    graph: OperationGraph,
+    chosen: Chosen,
+    tier: HostTier,
+    evaluate: Callable[[Candidate], Evaluation[Lowered]],
+) -> Evaluation[Lowered] | None:
+    """The plan that recomputes least of those that the chain of segments finds with a host, and that fit.
+
+    What an emitted plan needs beyond what the chain counts, the next one is expected to need too.
+
+    Args:
+        graph: the operations.
+        chosen: a plan for the same limit, of the same operations.
+        tier: the host.
+        evaluate: emits a candidate.
+
+    Returns:
+        the plan; if none fits, the one that needs least; ``None``: the chain finds none.
+    """
+    blocks, limit = Blocks(graph), chosen.limit
+    chain, save_options = chain_of(blocks)
+    most = 1 << (limit - 1).bit_length()
+    solutions = solutions_on_host(chain, tier, most)
+    tried: list[Evaluation[Lowered]] = []
+    beyond = index = 0
+    while len(tried) < _BY_CHAIN:
+        index = next((at for at in range(index, len(solutions)) if solutions[at].bytes + beyond <= limit), -1)
+        if index < 0:
+            break
+        candidate = work_out(blocks, remat_choice_of(graph, save_options, [*solutions[index].decisions]))
+        plan = dataclasses.replace(chosen, candidate=candidate, graph=graph, followed=graph, fits=True)
+        tried.append(least_recomputed([plan], evaluate, tier.room))
+        if tried[-1].peak <= limit:
+            return tried[-1]
+        beyond = max(beyond, tried[-1].peak - solutions[index].bytes)
+        index += 1
+    return min(tried, key=lambda one: one.peak, default=None)
 
 
 def stage_starts(segments: int) -> list[int]:
@@ -69,7 +148,9 @@ def least_recomputed(
         if with_all.peak > chosen.limit:
             tried.append(with_all)
             continue
-        sizes = (chosen.candidate.peak.bytes // part for part in _PARTS)
+        planned = chosen.candidate.peak.bytes
+        # No peak falls by more than the bytes that leave.
+        sizes = (planned // part for part in _PARTS if planned - planned // part <= chosen.limit)
         with_less = (evaluate(Candidate(chosen, sent)) if sent < room else with_all for sent in sizes)
         return next((one for one in with_less if one.peak <= chosen.limit), with_all)
     return min(tried, key=lambda one: one.peak)

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, SegmentChain
+from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, SegmentChain
 from roundpipe_fx.remat.chain_search import FINE_SLOTS, levels
+from roundpipe_fx.remat.options_on_host import HostTier, solutions_on_host
 from roundpipe_fx.remat.solve_chain import solve_chain
 
 _BEYOND = 1.1
@@ -72,20 +73,20 @@ def join(copies: Sequence[ChainInTiles]) -> JoinedChain:
     return JoinedChain(SegmentChain(tuple(stages), whole.chain.live_across), tuple(numbers))
 
 
-def tiled_segments(joined: JoinedChain, limit: int) -> Iterator[tuple[float, tuple[int, ...]]]:
+def tiled_segments(
+    joined: JoinedChain, limit: int, tier: HostTier | None = None
+) -> Iterator[tuple[float, tuple[int, ...]]]:
     """Seconds, and by segment the copy that it is of: each time so that less memory is needed, and more seconds.
 
     Args:
         joined: the segments with the options of all copies.
         limit: bytes; what needs much more is left out.
+        tier: the host, where saved values may leave for it.
     """
-    slots = int(FINE_SLOTS * _BEYOND)
-    # More slots than elsewhere in proportion to the larger limit, so a slot has as many bytes.
-    solution = solve_chain(joined.chain, int(limit * _BEYOND), slots, nested=False)
+    solutions = _solutions(joined.chain, limit) if tier is None else _with_host(joined.chain, tier, limit)
     seen = set()
     # By seconds: the first copies that appear for a memory are the quickest ones.
-    for memory in sorted(levels(solution), key=lambda memory: float(solution.seconds[memory])):
-        decisions = solution.decisions(memory)
+    for seconds, decisions in solutions:
         chosen = {
             decision.stage: joined.copies[decision.stage][decision.option]
             for decision in decisions
@@ -94,7 +95,19 @@ def tiled_segments(joined: JoinedChain, limit: int) -> Iterator[tuple[float, tup
         copies = tuple(chosen[segment] for segment in range(len(joined.chain.stages)))
         if copies not in seen:
             seen.add(copies)
-            yield float(solution.seconds[memory]), copies
+            yield seconds, copies
+
+
+def _solutions(chain: SegmentChain, limit: int) -> Iterator[tuple[float, Sequence[Decision]]]:
+    # More slots than elsewhere in proportion to the larger limit, so a slot has as many bytes.
+    solution = solve_chain(chain, int(limit * _BEYOND), int(FINE_SLOTS * _BEYOND), nested=False)
+    for memory in sorted(levels(solution), key=lambda memory: float(solution.seconds[memory])):
+        yield float(solution.seconds[memory]), solution.decisions(memory)
+
+
+def _with_host(chain: SegmentChain, tier: HostTier, limit: int) -> Iterator[tuple[float, Sequence[Decision]]]:
+    for solution in solutions_on_host(chain, tier, limit):
+        yield solution.seconds, solution.decisions
 
 
 def _as_option_of(

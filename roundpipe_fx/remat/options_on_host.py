@@ -25,9 +25,51 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, SegmentChain
 from roundpipe_fx.remat.chain_search import FINE_SLOTS, levels
 from roundpipe_fx.remat.solve_chain import solve_chain
+
+_PRICES = (0.0, 0.25, 1.0, 4.0, 16.0, 64.0)
+"""Multiples of the seconds in which the link carries a byte. The higher ones are for hosts with little memory."""
+_AMOUNTS = 32
+"""Number of amounts of memory, in a geometric sequence, for which the solution at a price is looked at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTier:
+    """The host for values of programs on one device.
+
+    Attributes:
+        byte_seconds: seconds in which the link carries a byte.
+        room: bytes that it has memory for.
+        carried: bytes that the link carries beside the work.
+    """
+
+    byte_seconds: float
+    room: int
+    carried: int
+
+    @property
+    def most(self) -> int:
+        """Bytes that may leave in a step."""
+        return min(self.room, self.carried)
+
+
+@dataclass(frozen=True)
+class SolutionOnHost:
+    """A solution of a chain in which saved values stay or leave.
+
+    Attributes:
+        bytes: memory of the device that it needs, as the chain counts it.
+        seconds: of recomputation.
+        decisions: as options of the chain.
+    """
+
+    bytes: int
+    seconds: float
+    decisions: tuple[Decision, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +183,48 @@ def decisions_at_price(
     else:
         solution = solve_chain(joined.chain, _most(joined.chain), FINE_SLOTS, nested=False)
         decisions = solution.decisions(levels(solution)[0])
+    return _of_chain(joined, decisions)
+
+
+def solutions_on_host(chain: SegmentChain, tier: HostTier, most: int) -> list[SolutionOnHost]:
+    """The solutions that no other dominates in bytes and seconds, the fewest seconds first.
+
+    They do not depend on a budget: a plan that is taken for one is looked at for every larger one.
+
+    Args:
+        chain: of programs on one device. What the last segment saves stays: its backward follows at once.
+        tier: the host.
+        most: bytes of the device; solutions that need more are left out.
+    """
+    last = len(chain.stages) - 1
+    # While a segment runs, its neighbour's values are copied.
+    segments = [SegmentOnHost(may_leave=segment != last, passing=2) for segment in range(len(chain.stages))]
+    solutions: list[SolutionOnHost] = []
+    for price in _PRICES:
+        joined = ChainOnHost.of(chain, segments, price * tier.byte_seconds)
+        solution = solve_chain(joined.chain, most, FINE_SLOTS, nested=False)
+        reached = levels(solution)
+        if not reached:
+            return []
+        amounts = np.geomspace(max(reached[0], 1), max(reached[-1], 1), _AMOUNTS)
+        indices = np.unique(np.searchsorted(reached, amounts.round(), side="right") - 1)
+        for slots in (reached[index] for index in indices if index >= 0):
+            decisions = solution.decisions(slots)
+            left = sum(joined.leaves[one.stage][one.option] for one in decisions if one.option is not None)
+            if left <= tier.most:
+                seconds = float(solution.seconds[slots]) - price * tier.byte_seconds * left
+                solutions.append(
+                    SolutionOnHost(int(slots * solution.slot), seconds, tuple(_of_chain(joined, decisions)))
+                )
+    best: list[SolutionOnHost] = []
+    for one in sorted(solutions, key=lambda one: (one.seconds, one.bytes)):
+        if not best or one.bytes < best[-1].bytes:
+            best.append(one)
+    return best
+
+
+def _of_chain(joined: ChainOnHost, decisions: Sequence[Decision]) -> list[Decision]:
+    """Decisions with the options that the chain without a host has."""
     return [
         dataclasses.replace(decision, option=joined.origins[decision.stage][decision.option])
         for decision in decisions

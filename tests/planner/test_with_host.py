@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import roundpipe_fx
+from benchmarks.tiling import LossOnly
 from roundpipe_fx.planner.with_host import host_room, least_recomputed
 from roundpipe_fx.torch_private import offload_operators
 from tests import hugging_face
@@ -44,7 +45,7 @@ def test_the_least_recomputation_that_fits_is_taken_with_about_as_much_on_the_ho
     plans = _plans(1000, 1500, 1400, 1300, 1200, 1100)
     found = least_recomputed(plans, emit, 10**6)
     assert (found.candidate.saved, found.peak, found.candidate.sent) == (plans[2], 1000, 1300 // 4)
-    assert len(emitted) == 5
+    assert len(emitted) == 4  # an eighth of 1,300 bytes is too little, whatever has the time to leave
     emit, _ = _emitter(300)
     plans = _plans(1000, 1500, 1400)
     found = least_recomputed(plans, emit, 10**6)
@@ -84,7 +85,7 @@ def test_a_smaller_budget_has_no_higher_peak(values: list[tuple[int, int]], budg
 def test_room_on_the_host() -> None:
     assert host_room(None, on_paper=True) > 2**60
     assert 0 < host_room(None, on_paper=False) < psutil.virtual_memory().total
-    assert host_room(100, on_paper=True) == 50
+    assert host_room(100, on_paper=True) == 100
     assert host_room(0, on_paper=False) == 0
 
 
@@ -122,10 +123,33 @@ def test_less_is_recomputed_where_values_leave(llama: nn.Module) -> None:
     assert with_host.host_bytes > 0 and not without.on_host
     assert with_host.recompute_seconds < 0.7 * without.recompute_seconds
     assert "and on the host" in str(with_host)
-    little = _planned(llama, budget, host_budget=with_host.host_bytes)
+    little = _planned(llama, budget, host_budget=with_host.host_bytes // 2)
     assert 0 < little.host_bytes <= with_host.host_bytes // 2
     assert not _planned(llama, budget, host_budget=2).on_host  # no value is so small
     assert with_host.recompute_seconds < little.recompute_seconds < without.recompute_seconds
+
+
+@has_operators
+@pytest.mark.long
+def test_attention_of_a_long_sequence_is_not_run_twice(llama: nn.Module) -> None:
+    """Its outputs leave, of all layers, while what is wide is in tiles."""
+    tokens = torch.zeros(1, 2**17, dtype=torch.long, device="meta")
+    budget = 8 << 30
+    shares = []
+    for host in ("64GiB", 0):
+        plan = roundpipe_fx.plan(
+            LossOnly(llama),
+            device="H100",
+            memory_budget=budget,
+            host_budget=host,
+            tiling="auto",
+            input_ids=tokens,
+            labels=tokens,
+        )
+        assert plan.peak_bytes <= budget and plan.host_bytes <= 64 << 30
+        shares.append(plan.recompute_seconds / sum(own.forward_seconds + own.backward_seconds for own in plan.stages))
+    with_host, without = shares
+    assert with_host < 0.02 and without > 0.1
 
 
 @has_operators

@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, SegmentChain
-from roundpipe_fx.remat.options_on_host import SegmentOnHost, decisions_at_price
+from roundpipe_fx.remat.options_on_host import (
+    HostTier,
+    SegmentOnHost,
+    decisions_at_price,
+    solutions_on_host,
+)
 
 LIMIT = 1000
 """One byte is a slot then: nothing is rounded."""
@@ -146,3 +151,23 @@ def test_where_the_link_costs_more_than_recomputing_nothing_leaves() -> None:
 
     # 90 bytes less are sent in 5 s of recomputation; two segments have the room to save everything on the device.
     assert [recomputing(price) for price in (0.0, 0.05, 0.06, 10.0)] == [0, 0, 4, 4]
+
+
+@given(chains(), st.integers(0, 600))
+@settings(deadline=None)
+def test_solutions_send_no_more_than_the_host_takes(drawn: tuple[SegmentChain, list[SegmentOnHost]], most: int) -> None:
+    chain, _ = drawn
+    last = len(chain.stages) - 1
+    segments = [SegmentOnHost(may_leave=segment != last, passing=2) for segment in range(last + 1)]
+    choices = [choice for choice in all_choices(chain, segments) if choice.needed <= LIMIT]
+    found = solutions_on_host(chain, HostTier(byte_seconds=0.01, room=most, carried=10**6), LIMIT)
+    for solution in found:
+        options = [decision.option for decision in solution.decisions]
+        alike = [choice for choice in choices if [option for option, _ in choice.options] == options]
+        # Of the ways to send some of these options, one needs no more of the device and of the host.
+        assert any(choice.needed <= solution.bytes and choice.sent <= most for choice in alike)
+        assert abs(solution.seconds - alike[0].seconds) < 1e-9
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    assert [one.bytes for one in found] == sorted((one.bytes for one in found), reverse=True)
+    if choices and most == 600 and max(choice.sent for choice in choices) <= most:
+        assert abs(found[0].seconds - min(choice.seconds for choice in choices)) < 1e-9
