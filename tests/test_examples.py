@@ -319,3 +319,31 @@ def test_coming_from_names_what_there_is() -> None:
         assert name in page and hasattr(roundpipe_fx, name)
     for name in ("Chain", "Checkpointable", "Sequence"):
         assert name in page and hasattr(rotor, name)
+
+
+def test_long_sequence() -> None:
+    """A budget that needs tiles of the loss and of the MLPs, and recomputation."""
+    small = ("--layers", "2", "--width", "64", "--vocabulary", "512")
+    output = _run("examples/long_sequence.py", "--tokens", "4096", "--budget", "15MiB", *small)
+    assert "carried out in tiles" in output and "model.lm_head" in output and "gate_proj" in output
+    found = re.search(r"loss ([0-9.]+), planned peak ([0-9]+) MiB", output)
+    assert found is not None and abs(float(found[1]) - 6.3) < 0.3 and int(found[2]) <= 15
+
+
+def test_gradients_of_a_long_sequence() -> None:
+    """In double precision, beside the step with nothing in tiles."""
+    make = runpy.run_path(str(ROOT / "examples/long_sequence.py"))["llama"]
+    torch.manual_seed(0)
+    model = make(2, 64, 512).double()
+    tokens = torch.randint(512, (1, 4096))
+    expected = torch.autograd.grad(model(tokens), [*model.parameters()])
+    compiled = roundpipe_fx.compile(model, memory_budget="30MiB", tiling="auto")
+    compiled(tokens).backward()
+    assert len(compiled.plan.tiles) > 1 and compiled.plan.recompute_seconds > 0
+    largest = max(gradient.norm() for gradient in expected)
+    errors = [
+        (parameter.grad - gradient).norm()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True)
+        if parameter.grad is not None
+    ]
+    assert len(errors) == len(expected) and max(errors) < 1e-12 * largest

@@ -37,6 +37,8 @@ from roundpipe_fx.torch_private import offload_operators
 
 _SHARE = 0.8
 """Of the memory that the host has available, if no ``host_budget`` is given."""
+_ON_PAPER = 128 << 30
+"""Bytes of a host that is not there, if no ``host_budget`` is given."""
 TRIED = 12
 """Plans that are emitted with values on the host, at most."""
 _PARTS = (8, 4, 2)
@@ -60,10 +62,10 @@ def host_room(host_budget: int | None, on_paper: bool) -> int:
 
     Args:
         host_budget: the user's; ``None``: a share of what the host has available.
-        on_paper: whether the plan is for another machine, whose host has room for everything.
+        on_paper: whether the plan is for another machine, whose host is taken to have the memory of most.
     """
     if host_budget is None and on_paper:
-        return torch.iinfo(torch.int64).max
+        return _ON_PAPER
     return int(_SHARE * psutil.virtual_memory().available) if host_budget is None else host_budget
 
 
