@@ -297,7 +297,7 @@ _PARTS = (
     ),
     _Part(
         "longest",
-        "The longest sequences on one GPU",
+        "The longest sequences on one GPU (modelled)",
         "benchmarks.longest",
         "Planned, not run: one sequence, bfloat16, forward and backward, models that return only their loss, within "
         "90 % of the device's memory without weights that are there, with tiles wherever they pay. The "
