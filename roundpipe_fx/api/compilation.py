@@ -39,7 +39,6 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.text import joint_text
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
-from roundpipe_fx.pipeline.measured_seconds import pace_of
 from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph, Seen, pipelined_graph
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState, StepSetting
 from roundpipe_fx.planner.lower import asked_budget, bounded_in_bytes, lower
@@ -362,25 +361,17 @@ class _InPipeline(_Compilation):
         seen = Seen(self._see_size, self.learned.see_workspace) if pipeline.budget is not None else None
         self.graph = pipelined_graph(pipeline, self.differentiated, self.pipelining.loss_reduction, seen)
         self.lowered = pipeline.main.lowered
-        if self._keeps_pace():
-            self.learned.read_pace = functools.partial(
-                pace_of, pipeline.main.costs.seconds, self.graph.measured, pipeline.pipelining.pace
-            )
         torch_private.trace_artifact("roundpipe_fx_planned_graph", lambda: joint_text(self.lowered.joint))
         self._tell(plan_of_pipeline, self.graph)
         assert self.lowered.backward is not None
         return self.lowered.forward.module, seen_by_autograd(self.lowered.backward)
-
-    def _keeps_pace(self) -> bool:
-        """Test for a pipeline on GPUs of this process: ranks must plan alike, and workers on the CPU share cores."""
-        return not self.pipelining.over_processes and self.lowered.setting.device.type == "cuda"
 
     def _lower(self, view: JointGraph) -> Result[LoweredPipeline]:
         """The pipeline within the share of the budget that may be used; or else the one that needs least, where that is
         within the budget, or microbatches of other sizes may make it so."""
         lower_with = functools.partial(
             lower_pipeline,
-            pipelining=dataclasses.replace(self.pipelining, pace=self.learned.read_pace()),
+            pipelining=self.pipelining,
             registered_syncs=self.registered_syncs,
             like=self.step.structure,
             forwards_before_backwards=self.step.forwards_before_backwards,

@@ -21,7 +21,6 @@ from roundpipe_fx.api.out_of_memory import StepMemory
 from roundpipe_fx.budget import plan_or_error
 from roundpipe_fx.remat.learned_steps import LearnedSteps
 from roundpipe_fx.runtime.step_calls import StepCalls
-from roundpipe_fx.schedules import ActionKind
 from roundpipe_fx.torch_private import ForkedLock
 
 _FIRST_HEADROOM = 0.02
@@ -45,7 +44,6 @@ class Learned:
         headroom: added to the largest size seen, as a share of it.
         steps: the calls that steps consist of.
         memory: memory of steps, for the message of an out-of-memory error.
-        read_pace: gives how many times as long as modelled each kind of a pipeline's actions took in the latest step.
     """
 
     largest: dict[str, int] = field(default_factory=dict)
@@ -57,7 +55,6 @@ class Learned:
     steps: LearnedSteps = field(default_factory=LearnedSteps)
     calls: StepCalls = field(init=False, repr=False)
     memory: StepMemory = field(default_factory=StepMemory, repr=False)
-    read_pace: Callable[[], Mapping[ActionKind, float]] = field(default=dict, repr=False)
 
     def __post_init__(self) -> None:
         def check(expected: Callable[[], NotedStep]) -> None:

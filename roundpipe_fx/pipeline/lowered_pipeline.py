@@ -160,8 +160,6 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
     copied = () if pipelining.over_processes else enumerate(pipelining.devices)
     remote = [number for number, device in copied if device != setting.device]
     costs = step_costs(lowered, steps, setting.costs.transfer_seconds, granularity, remote)
-    seconds = {step: modelled * pipelining.pace.get(step[0], 1.0) for step, modelled in costs.seconds.items()}
-    costs = dataclasses.replace(costs, seconds=seconds)
     if has_host(setting, pipelining):
         # Each flag adds a resource to the simulation: a link to the host, weights on the host, messages between
         # processes, a network of nodes, replicas.

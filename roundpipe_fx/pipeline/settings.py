@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.same_segments import OperationKey
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory
-from roundpipe_fx.schedules import SCHEDULES, ActionKind, Schedule, ScheduleSpec
+from roundpipe_fx.schedules import SCHEDULES, Schedule, ScheduleSpec
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 from roundpipe_fx.schedules.spec import given_spec
 
@@ -132,7 +132,6 @@ class Pipelining:
         optimizer_share: bytes of the optimizer's state for each byte of a parameter, where replicas are planned for.
         undivided: the devices of a mesh of no fixed shape: ``devices``, ``microbatches``, ``replicas`` and ``sharded``
             are then chosen, ``sharded`` unless it is true; ``None``: they are fixed.
-        pace: factors of the modelled seconds of kinds of actions, as steps have shown; 1 where absent.
     """
 
     devices: tuple[torch.device, ...]
@@ -153,7 +152,6 @@ class Pipelining:
     tensor_parallel: int = 1
     optimizer_share: float = 0.0
     undivided: Undivided | None = None
-    pace: Mapping[ActionKind, float] = field(default_factory=dict, hash=False)
 
     @property
     def between(self) -> Network | None:

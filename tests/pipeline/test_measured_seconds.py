@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.api import compilation
-from roundpipe_fx.pipeline.measured_seconds import measured_seconds, pace_of, with_measured
+from roundpipe_fx.pipeline.measured_seconds import measured_seconds, with_measured
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.schedules import Action, ActionKind, StepCosts
 
@@ -38,16 +37,6 @@ def test_the_median_counts() -> None:
     assert costs.seconds == pytest.approx({FORWARD: 1.5, BACKWARD: 4.0, other: 2.0})
 
 
-def test_factors_of_a_plan_that_had_some_build_on_them() -> None:
-    modelled = {FORWARD: 2.0, BACKWARD: 4.0}
-    before = {ActionKind.BACKWARD: 1.05**2}
-    assert pace_of(modelled, [], before) == before
-    pace = pace_of(modelled, [_spans(forward=[3.0], backward=[4.05])], before)
-    assert pace == pytest.approx({ActionKind.FORWARD: 1.05**8, ActionKind.BACKWARD: 1.05**2})
-    # What a clock shows otherwise makes no difference.
-    assert pace == pace_of(modelled, [_spans(forward=[3.02], backward=[3.99])], before)
-
-
 def _compiled() -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
@@ -70,19 +59,3 @@ def test_the_makespan_has_the_seconds_of_the_latest_step() -> None:
     assert plan.corrected_makespan() == pytest.approx(expected)
     assert "in the latest step" not in str(plan)  # workers on the CPU share its cores
     assert roundpipe_fx.Plan.from_json(plan.to_json()).corrected_makespan() is None
-
-
-def test_later_plans_multiply_modelled_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward_seconds(plan: Any) -> list[float]:
-        bars = plan.timeline().predicted
-        return [bar.end - bar.start for bar in bars if bar.action.kind is ActionKind.FORWARD]
-
-    plain = _compiled()
-    _step(plain, 6)
-    expected = forward_seconds(_step(plain, 600))
-    monkeypatch.setattr(compilation._InPipeline, "_keeps_pace", lambda _: True)
-    monkeypatch.setattr(compilation, "pace_of", lambda *_: {ActionKind.FORWARD: 2.0})
-    model = _compiled()
-    first = forward_seconds(_step(model, 6))
-    later = forward_seconds(_step(model, 600))
-    assert first and later == pytest.approx([2 * seconds for seconds in expected])
