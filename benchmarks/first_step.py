@@ -1,74 +1,95 @@
-"""CPU seconds of the first step, tracing and compiling included, beside ``torch.compile(backend="aot_eager")``.
+"""CPU seconds of the first step, tracing and compiling included, beside ``torch.compile`` with the same compiler.
 
-python -m benchmarks.first_step [--rounds N]
+python -m benchmarks.first_step [--rounds N] [--layers N]
 
-A GPT-2 of 12 layers and width 256. Each way runs in processes of its own, in turns; nothing is read from a cache.
+A GPT-2 of width 256, with eager stages beside ``backend="aot_eager"`` and with compiled ones beside Inductor. Each way
+runs in processes of its own, in turns; nothing is read from a cache, and Inductor compiles with one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import statistics
 import subprocess
 import sys
-import time
+import tempfile
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
 import roundpipe_fx
 from benchmarks.side_by_side import report
 
-WAYS: dict[str, dict[str, Any] | None] = {
-    "aot_eager": None,
+WAYS: dict[str, dict[str, Any] | str] = {
+    "aot_eager": "aot_eager",
     "roundpipe_fx": {},
     "roundpipe_fx, memory_budget=0.5": {"memory_budget": 0.5},
+    "torch.compile": "inductor",
+    "roundpipe_fx, Inductor": {"stage_compiler": "inductor"},
+    "roundpipe_fx, Inductor, memory_budget=0.5": {"stage_compiler": "inductor", "memory_budget": 0.5},
 }
+"""Options of ours, or the backend of PyTorch's, which those below it are compared with."""
 
 
-def one(way: str) -> float:
-    """CPU seconds of the first step in this process."""
+def one(way: str, layers: int) -> float:
+    """CPU seconds of the first step in this process and those that it starts."""
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=12, n_embd=256, n_head=4, use_cache=False)
+    config = transformers.GPT2Config(n_layer=layers, n_embd=256, n_head=4, use_cache=False)
     model = transformers.GPT2LMHeadModel(config)
     tokens = torch.randint(config.vocab_size, (2, 64))
     options = WAYS[way]
-    compiled: nn.Module = (
-        torch.compile(model, backend="aot_eager") if options is None else roundpipe_fx.compile(model, **options)  # type: ignore[assignment]
+    compiled: Any = (
+        torch.compile(model, backend=options) if isinstance(options, str) else roundpipe_fx.compile(model, **options)
     )
-    start = time.process_time()
+    start = _cpu_seconds()
     compiled(input_ids=tokens, labels=tokens).loss.backward()
-    return time.process_time() - start
+    return _cpu_seconds() - start
+
+
+def _cpu_seconds() -> float:
+    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--one", choices=WAYS, help="run one way in this process, and print the seconds")
     arguments = parser.parse_args()
     if arguments.one:
-        print(one(arguments.one))
+        print(one(arguments.one, arguments.layers))
         return
-    environment = {**os.environ, "ROUNDPIPE_FX_PLAN_CACHE": "0"}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(arguments.rounds):
-        for way, found in seconds.items():
-            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.first_step", "--one", way]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-            found.append(float(done.stdout.split()[-1]))
-    beside = seconds["aot_eager"]
-    rows = [
-        {
-            "a GPT-2 of 12 layers": way,
-            "CPU s": statistics.median(found),
-            "ratio to aot_eager": statistics.median(own / other for own, other in zip(found, beside, strict=True)),
-        }
-        for way, found in seconds.items()
-    ]
-    report("first_step", "the first step", rows)
+        for way, measured in seconds.items():
+            measured.append(_in_a_process(way, arguments.layers))
+    rows, peer = [], ""
+    for way, measured in seconds.items():
+        peer = way if isinstance(WAYS[way], str) else peer
+        ratios = [mine / other for mine, other in zip(measured, seconds[peer], strict=True)]
+        rows.append(
+            {
+                f"a GPT-2 of {arguments.layers} layers": way,
+                "CPU s": statistics.median(measured),
+                "ratio": statistics.median(ratios),
+                "to": peer,
+            }
+        )
+    name = "first_step" if arguments.layers == 12 else f"first_step_{arguments.layers}_layers"
+    report(name, f"the first step, {arguments.layers} layers", rows)
+
+
+def _in_a_process(way: str, layers: int) -> float:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.first_step", "--one", way, "--layers", str(layers)]
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "ROUNDPIPE_FX_CACHE": folder, "ROUNDPIPE_FX_PLAN_CACHE": "0"}
+        environment = {**os.environ, **caches, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
 
 
 if __name__ == "__main__":
