@@ -31,7 +31,9 @@ aten = torch.ops.aten
 _REPEATED = 32
 """Price of a saved byte, in bytes of repeated results."""
 _WRITTEN = 2
-"""Price of a byte that the forward writes only to save it, in bytes of repeated results."""
+"""Factor on the price of a value that takes no memory unless it is saved: the forward writes it while what it is
+computed from is still there.
+"""
 _RETURNED = 2
 """Divisor of the price of a value that the caller holds: it exists anyway."""
 _ROUNDS = 4
@@ -85,7 +87,7 @@ def _repeated(joint: JointGraph) -> set[fx.Node]:
         # An output is written anyway, so keeping it costs half; a value that would otherwise stay inside a kernel has
         # to be written as well as read.
         saving[value] = size * _REPEATED // (_RETURNED if value in returned else 1)
-        saving[value] += size * _WRITTEN if is_virtual(value, Phase.FORWARD) else 0
+        saving[value] *= _WRITTEN if is_virtual(value, Phase.FORWARD) else 1
         if is_fusible(value) and joint.mutated_inputs.isdisjoint(map(viewed, _operands(value))):
             repeating[value] = size
             pending += _bases(value)

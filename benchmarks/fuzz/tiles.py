@@ -35,7 +35,7 @@ def tiled_passes(tiles: int, by_class: bool = False) -> Callable[[list[Pass]], S
         return tile_regions(joint, [(region, min(tiles, region.rows)) for region in (*others, *heads)], costs)
 
     def passes(given: list[Pass]) -> list[Pass]:
-        place = next(number for number, one in enumerate(given) if one.name == "mean_losses")
+        place = next(number for number, one in enumerate(given) if one.name == "unread_outputs")
         forced = Pass("forced_tiles", run, when=lambda context: context.training, needs=("annotate",))
         return [*given[:place], forced, *given[place:]]
 

@@ -136,7 +136,9 @@ MARK_USES: Mapping[str, MarkUse] = {
         "recompute_regions segments accumulate_gradients analysis compiler planner",
         "annotate",
     ),
-    Mark.MUST_SAVE: _use("hoist_host_syncs recompute_regions", "recompute_regions analysis compiler remat"),
+    Mark.MUST_SAVE: _use(
+        "hoist_host_syncs recompute_regions", "recompute_regions unread_outputs analysis compiler remat"
+    ),
     Mark.MUST_RECOMPUTE: _use("recompute_regions", "analysis compiler planner remat"),
     Mark.ON_HOST: _use("recompute_regions", "compiler"),
     Mark.SEGMENT: _use(

@@ -29,6 +29,8 @@ _SEARCHED = 3
 """Searches for a budget, at most, beside the one for what needs least."""
 _SPARE = 0.05
 """Share of the budget that code leaves from which on another plan is searched for."""
+_NEAR = (1.05, 1.1)
+"""Factors on the least that operations need, for pipelines whose code may need less than that one's."""
 
 _Search = Callable[[int | float], Found[ScheduleEvaluation] | Unmet]
 
@@ -101,12 +103,19 @@ def _is_good(evaluation: ScheduleEvaluation, limit: int) -> bool:
 
 
 def _least(search: _Search, share: float) -> Found[ScheduleEvaluation] | Unmet:
-    """The pipeline whose operations need least, judged by its code."""
+    """The pipeline whose code needs least, of those whose operations need about least."""
     # One byte is below any plan, and the refusal names the least that operations need.
     result = search(1)
     if isinstance(result, Infeasible):
         result = search(math.ceil(result.minimum / share))
-    return Found(judged(result.value)) if isinstance(result, Found) else result
+    if isinstance(result, Infeasible):
+        return result
+    pipelines = [result.value]
+    for factor in _NEAR:
+        near = search(math.ceil(factor * result.value.peak / share))
+        if isinstance(near, Found):
+            pipelines.append(near.value)
+    return Found(min(map(judged, pipelines), key=lambda evaluation: evaluation.peak))
 
 
 def _by_code(variant: Variant, pipeline: LoweredPipeline) -> Variant:

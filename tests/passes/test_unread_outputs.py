@@ -52,6 +52,13 @@ def joint(
     )
 
 
+def test_as_text_scores_that_are_drawn_stay() -> None:
+    """Whoever read them later would get other ones."""
+    text = HEAD.format(cap="bernoulli", returned="view")
+    left = after(lambda joint: leave_out_unread(joint, [1]), text, name="unread_outputs")
+    assert left == after(lambda joint: joint, text, name="unread_outputs")
+
+
 @pytest.mark.parametrize(
     ("cap", "returned", "outputs"),
     [

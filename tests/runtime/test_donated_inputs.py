@@ -76,7 +76,7 @@ def test_a_heads_backward_allocates_scores_once(recompute: str, made: int, monke
     """Only scores that are computed again: their gradient is written over them, and no zeros of their size are made."""
     torch._dynamo.reset()
     monkeypatch.setattr(compiled_memory, "_known", {})
-    monkeypatch.setenv("ROUNDPIPE_FX_CACHE", "0")
+    monkeypatch.setenv("ROUNDPIPE_FX_PLAN_CACHE", "0")
     written: list[tuple[str, str]] = []
 
     def write(module: torch.fx.GraphModule, *how: Any) -> str:
