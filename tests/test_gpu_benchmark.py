@@ -80,7 +80,9 @@ def test_a_measurement_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
 def test_a_run_may_be_stopped_at_any_time(tmp_path: Path, number: signal.Signals) -> None:
     path = tmp_path / "gpu.jsonl"
     arguments = ["--small", "--output", str(path), "--only", "budgets"]
-    text = f"from benchmarks.gpu.__main__ import main; main({arguments!r}, {WORKER!r})"
+    # A shell starts what runs in its background with ^C ignored, the tests among it.
+    listening = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    text = f"{listening}; from benchmarks.gpu.__main__ import main; main({arguments!r}, {WORKER!r})"
     process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(2)]
