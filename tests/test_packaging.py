@@ -133,4 +133,4 @@ def test_tests_of_the_sdist_pass_with_the_wheel(installed: Path, unpacked: Path,
     shutil.copy(unpacked / "pyproject.toml", tmp_path)
     # The package itself is not there: only the installed one can be imported.
     printed = _run(installed, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not long", *_SAMPLE, cwd=tmp_path)
-    assert int(re.findall(r"(\d+) passed", printed)[0]) > 80 and "failed" not in printed
+    assert int(re.findall(r"(\d+) passed", printed)[0]) > 60 and "failed" not in printed
