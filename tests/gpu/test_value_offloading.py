@@ -84,7 +84,7 @@ def test_values_leave_within_a_budget_with_the_same_bits(schedule: str, pools: l
         options = {"devices": devices, "schedule": schedule}
         reference, ample, _ = _stepped(model, **options)
         assert ample.timing.offloads == () and not ample.host_bytes
-        budget = _between(model, ample, 0.2, **options)
+        budget = _between(model, ample, 0.05, **options)
         without_bits, without, _ = _stepped(model, memory_budget=budget, host_budget=0, **options)
         assert without.timing.offloads == ()
         pools.clear()
