@@ -138,8 +138,8 @@ _PARTS = (
         "first_step",
         "The first step",
         "benchmarks.first_step",
-        "Tracing, planning and compiling included, in processes of their own, Inductor with one thread. Stages that are "
-        "alike are compiled once, which is why compiled ones take less than one graph of all layers.",
+        "Tracing, planning and compiling included, in processes of their own, Inductor with one thread. Stages that "
+        "are alike are compiled once, which is why compiled ones take less than one graph of all layers.",
     ),
     _Part(
         "planning",
