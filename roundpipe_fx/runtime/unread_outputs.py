@@ -163,7 +163,8 @@ _LATER = (aten.detach.default, aten.alias.default, aten._to_copy.default)
 
 def _unread(like: torch.Tensor, device: torch.device, read: Callable[[], torch.Tensor]) -> UnreadTensor:
     made = without_storage(UnreadTensor, like, device)
-    made.read = read
+    # Who reads it again finds what was written into it meanwhile.
+    made.read = functools.cache(read)
     return made
 
 

@@ -144,6 +144,19 @@ def test_outputs_that_are_read_are_those_of_eager(name: str) -> None:
     loss.backward()
 
 
+def _in_place(scores: torch.Tensor) -> torch.Tensor:
+    converted = scores.detach().double()
+    converted[0] = 5.0
+    converted.detach().mul_(2)
+    return converted + 0
+
+
+def test_a_conversion_that_is_written_keeps_what_was_written() -> None:
+    own, *batch = _made()
+    _, scores = roundpipe_fx.compile(own, outputs="unread")(*batch)
+    assert torch.equal(_in_place(scores), _in_place(own(*batch)[1]))
+
+
 def test_looking_at_sizes_and_conversions_read_nothing() -> None:
     own, *batch = _made()
     model = roundpipe_fx.compile(own, outputs="unread", memory_budget="3MiB")
