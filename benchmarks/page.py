@@ -139,7 +139,7 @@ _PARTS = (
         "The first step",
         "benchmarks.first_step",
         "Tracing, planning and compiling included, in processes of their own, Inductor with one thread. Stages that "
-        "are alike are compiled once, which is why compiled ones take less than one graph of all layers.",
+        "are alike are compiled once.",
     ),
     _Part(
         "planning",

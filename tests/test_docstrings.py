@@ -1,4 +1,4 @@
-"""What users import says what it returns and raises, and of its arguments what their names and types do not."""
+"""Docstrings of what users import: results, errors, and of arguments what their names and types do not say."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _STEPS = 3
 _MICROBATCHES = 4
 
 OPTIMIZERS = ("none", "synchronous", "stale")
-"""What follows the backward."""
+"""Optimizer steps after the backward: none, one that the next step waits for, one that it does not."""
 
 
 class Layer(nn.Module):

@@ -207,7 +207,7 @@ def recorded_history() -> Mapping[str, Any] | None:
 
 
 _wrapped: list[Callable[[], None]] = []
-"""What undoes each :func:`wrap_compiled_calls`."""
+"""Functions that undo a :func:`wrap_compiled_calls` each."""
 
 
 def wrap_compiled_calls(around: Callable[[Callable[[], Any], Sequence[Any]], Any]) -> Callable[[], None] | None:

@@ -145,7 +145,7 @@ def _measured(path: Path, device: torch.device) -> Mapping[str, float] | None:
     except (RuntimeError, NotImplementedError) as error:  # memory ran out, or a kernel is missing
         failure = str(error)
     # Outside the handler nothing holds tensors any more.
-    # Blocks that the measurement has left in the allocator are returned; those that were there before stay.
+    # Blocks that the measurement has left in the allocator are returned, and others that nothing uses with them.
     if torch.cuda.memory_reserved(device) > reserved:
         torch.cuda.empty_cache()
     if rates is None:

@@ -12,6 +12,7 @@ an H200 fall short of the best ones there.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -140,6 +141,19 @@ alike."""
 _PCIE_4_PEAK, _PCIE_5_PEAK = 32e9, 64e9
 _SHARED = 12.5e9 / 8
 
+_H100 = Peaks(
+    half=989e12,
+    half_sums=989e12,
+    tf32=494e12,
+    float32=67e12,
+    float64=67e12,
+    memory=3.35e12,
+    host=_PCIE_5_PEAK,
+    link=450e9,
+    between=50e9,
+    gib=80,
+)
+
 # Eight devices are a node: DGX A100 and DGX H100 or H200 have a network adapter for each device, of 200 and 400 Gb/s
 # (NVIDIA's data sheets); where devices have no NVLink, one of 100 Gb/s that eight share is assumed.
 ARCHITECTURES: Mapping[str, tuple[Peaks, Shares]] = {
@@ -158,36 +172,8 @@ ARCHITECTURES: Mapping[str, tuple[Peaks, Shares]] = {
         ),
         AMPERE,
     ),
-    "H100": (
-        Peaks(
-            half=989e12,
-            half_sums=989e12,
-            tf32=494e12,
-            float32=67e12,
-            float64=67e12,
-            memory=3.35e12,
-            host=_PCIE_5_PEAK,
-            link=450e9,
-            between=50e9,
-            gib=80,
-        ),
-        HOPPER,
-    ),
-    "H200": (
-        Peaks(
-            half=989e12,
-            half_sums=989e12,
-            tf32=494e12,
-            float32=67e12,
-            float64=67e12,
-            memory=4.8e12,
-            host=_PCIE_5_PEAK,
-            link=450e9,
-            between=50e9,
-            gib=141,
-        ),
-        HOPPER,
-    ),
+    "H100": (_H100, HOPPER),
+    "H200": (dataclasses.replace(_H100, memory=4.8e12, gib=141), HOPPER),
     "L40S": (
         Peaks(
             half=362e12,

@@ -117,7 +117,7 @@ def actions(process: int) -> list[dict[str, Any]]:
 
 
 def contents(parts: dict[str, Part]) -> dict[StageAction, dict[str, int]]:
-    """How often each part is in each stage: forward ones by the bytes that they read, backward ones by gradients."""
+    """Count the parts of each stage, from the bytes that a forward reads and the gradients that a backward returns."""
     found: dict[StageAction, dict[str, int]] = {}
     for event in EVENTS:
         if "bytes" not in event.get("args", {}):
