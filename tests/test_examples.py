@@ -275,7 +275,7 @@ def test_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         page = _run_page("docs/pipelines.md", tmp_path, monkeypatch)
     finally:
         SCHEDULES.pop("breadth_first", None)  # which the page adds
-    assert page["own"].plan.pipeline.schedule == "given" and (tmp_path / "timeline.json").exists()
+    assert page["scheduled"].plan.pipeline.schedule == "given" and (tmp_path / "timeline.json").exists()
     assert page["breadth"].plan.pipeline.schedule == "breadth_first" and len(page["breadth"].plan.stages) == 4
 
 
