@@ -39,6 +39,7 @@ from roundpipe_fx.passes.accumulate_gradients import accumulate_gradients
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.passes.batch_norm import release_running_statistics
+from roundpipe_fx.passes.boolean_indexing import expand_boolean_indexing
 from roundpipe_fx.passes.conjugate_numbers import fold_conjugate_numbers
 from roundpipe_fx.passes.cse import eliminate_common_subexpressions
 from roundpipe_fx.passes.dropout import expand_dropout
@@ -52,7 +53,6 @@ from roundpipe_fx.passes.host_copies import copy_back, copy_to_host
 from roundpipe_fx.passes.in_place_draws import draw_in_memory_order
 from roundpipe_fx.passes.interpolation import restore_interpolation
 from roundpipe_fx.passes.layouts import restore_layouts
-from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.mean_losses import split_mean_losses
 from roundpipe_fx.passes.missing_gradients import expand_missing_gradients
 from roundpipe_fx.passes.online_softmax import write_online
@@ -63,7 +63,7 @@ from roundpipe_fx.passes.redundant_views import remove_redundant_views
 from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.resolved_random_branches import release_resolved_random_branches
 from roundpipe_fx.passes.rng import replay_rng
-from roundpipe_fx.passes.rounds import cut_rounds
+from roundpipe_fx.passes.roundpipe_slots import cut_roundpipe_slots
 from roundpipe_fx.passes.row_slices import slice_narrow_values
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
@@ -125,12 +125,12 @@ def _in_tiles_of_classes(context: PassContext) -> bool:
 
 def _stages(context: PassContext) -> bool:
     """one device, and every schedule but RoundPipe's"""
-    return context.rounds is None
+    return context.roundpipe_partition is None
 
 
-def _rounds(context: PassContext) -> bool:
+def _roundpipe(context: PassContext) -> bool:
     """RoundPipe's schedule"""
-    return context.rounds is not None
+    return context.roundpipe_partition is not None
 
 
 def _everything_saved(context: PassContext) -> bool:
@@ -199,8 +199,8 @@ _PASSES = (
         about="add the gradients of recurrent modules on packed sequences in autograd's order",
     ),
     Pass(
-        "masks",
-        lambda joint, _: expand_masks(joint),
+        "boolean_indexing",
+        lambda joint, _: expand_boolean_indexing(joint),
         about="replace indexing by a mask by one `nonzero` and integer indexing",
     ),
     Pass(
@@ -367,10 +367,10 @@ _PASSES = (
         needs=("segments",),
     ),
     Pass(
-        "rounds",
+        "roundpipe_slots",
         lambda joint, context: _slots(joint, context),
         level=PassLevel.SEGMENTED,
-        when=_rounds,
+        when=_roundpipe,
         about="cut forward and backward into slots independently of each other",
         needs=("segments",),
     ),
@@ -388,7 +388,7 @@ _PASSES = (
         level=PassLevel.PLANNED,
         when=_recomputed,
         about="insert the recomputation that the planner or a save policy decided",
-        needs=("stages", "rounds"),
+        needs=("stages", "roundpipe_slots"),
     ),
     Pass(
         "statistics",
@@ -420,7 +420,7 @@ _PASSES = (
         level=PassLevel.PLANNED,
         when=_split,
         about="move gradients of parameters into modules of their own",
-        needs=("stages", "rounds"),
+        needs=("stages", "roundpipe_slots"),
     ),
     Pass(
         "rng",
@@ -436,12 +436,12 @@ _PASSES = (
         level=PassLevel.PLANNED,
         when=_sums,
         about="add gradients to those of earlier microbatches where they are computed",
-        needs=("stages", "rounds"),
+        needs=("stages", "roundpipe_slots"),
         changes_numerics=True,
     ),
     Pass(
-        "unread",
-        lambda joint, _: _without_unread(joint),
+        "dce",
+        lambda joint, _: _drop_dead_code(joint),
         level=PassLevel.PLANNED,
         about="drop values without readers",
     ),
@@ -500,8 +500,8 @@ def _stages_as_asked(joint: JointGraph, context: PassContext) -> JointGraph:
 
 
 def _slots(joint: JointGraph, context: PassContext) -> JointGraph:
-    assert context.rounds is not None
-    return _with_cuts(cut_rounds(joint, context.rounds))
+    assert context.roundpipe_partition is not None
+    return _with_cuts(cut_roundpipe_slots(joint, context.roundpipe_partition))
 
 
 def _recompute(joint: JointGraph, context: PassContext) -> JointGraph:
@@ -526,7 +526,7 @@ def _with_cuts(cut: tuple[JointGraph, Sequence[Any]]) -> JointGraph:
     return dataclasses.replace(joint, cuts=tuple(cuts))
 
 
-def _without_unread(joint: JointGraph) -> JointGraph:
+def _drop_dead_code(joint: JointGraph) -> JointGraph:
     joint.drop_unread()
     return joint
 

@@ -30,7 +30,7 @@ log = logging.getLogger("roundpipe_fx.passes")
 
 G = TypeVar("G", JointGraph, fx.Graph)
 
-_EMISSION_NEEDS = ("annotate", "segments", "stages", "rounds", "apply_remat_schedule", "rng")
+_EMISSION_NEEDS = ("annotate", "segments", "stages", "roundpipe_slots", "apply_remat_schedule", "rng")
 """Without these no stage modules can be emitted, or their gradients would be wrong."""
 
 

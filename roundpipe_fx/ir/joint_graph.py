@@ -119,8 +119,8 @@ MARK_USES: Mapping[str, MarkUse] = {
     Mark.PHASE: _use(
         "annotate hoist_host_syncs tiles apply_remat_schedule fused_recompute early_recompute split_backward",
         "annotate apply_remat_schedule cse early_recompute fused_recompute hoist_host_syncs overlap_recompute "
-        "recompute_regions rounds segments split_backward statistics accumulate_gradients analysis codegen compiler "
-        "report",
+        "recompute_regions roundpipe_slots segments split_backward statistics accumulate_gradients analysis codegen "
+        "compiler report",
         "annotate",
     ),
     Mark.BYTES: _use("annotate row_slices", "early_recompute accumulate_gradients analysis compiler", "annotate"),
@@ -143,14 +143,14 @@ MARK_USES: Mapping[str, MarkUse] = {
     Mark.ON_HOST: _use("recompute_regions", "compiler"),
     Mark.SEGMENT: _use(
         "segments apply_remat_schedule",
-        "apply_remat_schedule rounds split_backward stages accumulate_gradients analysis compiler pipeline planner "
-        "remat",
+        "apply_remat_schedule roundpipe_slots split_backward stages accumulate_gradients analysis compiler pipeline "
+        "planner remat",
         "segments",
     ),
     Mark.STAGE: _use(
-        "stages rounds apply_remat_schedule",
+        "stages roundpipe_slots apply_remat_schedule",
         "early_recompute split_backward accumulate_gradients analysis codegen compiler remat report",
-        "stages rounds",
+        "stages roundpipe_slots",
     ),
     Mark.ORIGIN: _use("apply_remat_schedule", "rng analysis codegen compiler report"),
     Mark.STRIDED: _use("strided_gradients", "api pipeline runtime"),
@@ -174,7 +174,7 @@ class JointGraph:
         parts: for each gradient beyond those that were captured, the number of the input that it contributes to
             (tied_gradients, accumulate_gradients).
         segments: the segments in forward order, once the graph is cut into them (segments).
-        cuts: the stages in the order in which they run, once segments are gathered in them (stages, rounds).
+        cuts: the stages in the order in which they run, once segments are gathered in them (stages, roundpipe_slots).
         own_gradients: operations of the model whose gradients autograd would not find from the forward alone, as text.
         dropped: numbers of outputs that the caller is assumed to drop before the backward begins.
         unread: outputs that the caller is assumed not to read either, by number (unread_outputs).

@@ -173,7 +173,7 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
         costs = dataclasses.replace(
             costs,
             transport_bytes=_transport_bytes(steps, costs, setting, pipelining),
-            gradients_everywhere=setting.context.rounds is not None,
+            gradients_everywhere=setting.context.roundpipe_partition is not None,
             outputs_everywhere=True,
         )
     if pipelining.between is not None:
@@ -210,7 +210,7 @@ def _transport_bytes(steps: Steps, costs: StepCosts, setting: Setting, pipelinin
     # A parameter that several stages read is summed by the rank of the first one, and its bytes belong there.
     for parameter, of_parameter in stages.items():
         of_stage.setdefault(min(of_parameter), []).append(sizes[parameter])
-    everywhere = setting.context.rounds is not None  # a stage runs on all ranks
+    everywhere = setting.context.roundpipe_partition is not None  # a stage runs on all ranks
     summed = (size for parameter, size in sizes.items() if everywhere or len(stages[parameter]) > 1)
     largest = max(summed, default=0)
     averaged = 0

@@ -92,7 +92,7 @@ def cut_for_schedule(
         joint = setting.run(joint, PassLevel.ANNOTATED)
         cut = _slots(joint, setting, pipelining, like, weight_limit)
         # Slots say where stages begin; what the user asked for is passed on for the other passes.
-        setting = setting.with_decisions(options=asked, rounds=cut)
+        setting = setting.with_decisions(options=asked, roundpipe_partition=cut)
         joint = setting.run(joint, PassLevel.SEGMENTED)
     else:
         updates_whole = not spec.updates_across_stages

@@ -9,7 +9,7 @@ from roundpipe_fx.schedules.one_f_one_b import one_f_one_b
 from roundpipe_fx.schedules.registry import SCHEDULES
 from roundpipe_fx.schedules.round_robin import round_robin
 from roundpipe_fx.schedules.spec import ScheduleSpec
-from roundpipe_fx.schedules.stage_graph import StageGraph, chain, rounds
+from roundpipe_fx.schedules.stage_graph import StageGraph, chain, slot_chain
 from roundpipe_fx.schedules.step_costs import Held, StepCosts
 from roundpipe_fx.schedules.timetable import Schedule
 from roundpipe_fx.schedules.timing import Deadlock, Timing, simulate_time
@@ -36,8 +36,8 @@ __all__ = [
     "interleaved",
     "one_f_one_b",
     "round_robin",
-    "rounds",
     "simulate_time",
+    "slot_chain",
     "validate",
     "with_recompute",
     "with_transfers",

@@ -85,10 +85,10 @@ def balance_offloaded_stages(
     return min(tried_divisions, key=lambda division: (division[1], division[2], division[0]))[-1]
 
 
-def residency_bytes(rounds: RoundPipePartition, devices: int, weights: Weights, training: bool = True) -> int:
+def residency_bytes(partition: RoundPipePartition, devices: int, weights: Weights, training: bool = True) -> int:
     """Peak bytes of weights and their gradients on a device, with slots assigned to devices in turn."""
-    reads = _reads(rounds, weights)
-    fused = len(rounds.forward)
+    reads = _reads(partition, weights)
+    fused = len(partition.forward)
     gradients = [weights.size(numbers) if training and slot >= fused else 0 for slot, numbers in enumerate(reads)]
     most = 0
     for slot, numbers in enumerate(reads):
@@ -100,12 +100,12 @@ def residency_bytes(rounds: RoundPipePartition, devices: int, weights: Weights, 
     return most
 
 
-def _reads(rounds: RoundPipePartition, weights: Weights) -> list[frozenset[int]]:
-    return [weights.of(*run) for run in (*rounds.forward, rounds.fused, *rounds.backward)]
+def _reads(partition: RoundPipePartition, weights: Weights) -> list[frozenset[int]]:
+    return [weights.of(*run) for run in (*partition.forward, partition.fused, *partition.backward)]
 
 
 def _seconds(
-    rounds: RoundPipePartition,
+    partition: RoundPipePartition,
     slots: Sequence[float],
     devices: int,
     microbatches: int,
@@ -113,8 +113,8 @@ def _seconds(
     training: bool,
 ) -> float:
     """Estimated seconds of a step: a slot takes the longest of its compute time and of its concurrent copies."""
-    reads = _reads(rounds, weights)
-    fused = len(rounds.forward)
+    reads = _reads(partition, weights)
+    fused = len(partition.forward)
     total = longest = 0.0
     nothing: frozenset[int] = frozenset()
     for slot, (numbers, following) in enumerate(zip_longest(reads, reads[devices:], fillvalue=nothing)):

@@ -58,7 +58,7 @@ def chain(stages: int, *, split: bool = False, recompute: bool = False, training
     return StageGraph(reads)
 
 
-def rounds(fused: int, slots: int, *, recompute: bool = False) -> StageGraph:
+def slot_chain(fused: int, slots: int, *, recompute: bool = False) -> StageGraph:
     """The graph of RoundPipe's dispatch: forward slots up to ``fused``, backward slots from there on.
 
     Args:

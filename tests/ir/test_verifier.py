@@ -96,11 +96,11 @@ def _loses_an_input(joint: JointGraph) -> None:
 def test_what_breaks_a_graph_is_found(breaks: Callable[[JointGraph], None], message: str) -> None:
     joint = joint_of(TEXT)
     before = snapshot(joint)
-    verify(joint, "masks", before, {"masks", "split_backward"})
+    verify(joint, "boolean_indexing", before, {"boolean_indexing", "split_backward"})
     breaks(joint)
-    writer = "masks" if breaks is _writes_a_mark else "a_users"
+    writer = "boolean_indexing" if breaks is _writes_a_mark else "a_users"
     with pytest.raises(InvalidGraphError, match=f"pass '{writer}'.*{message}"):
-        verify(joint, writer, before, {"masks"})
+        verify(joint, writer, before, {"boolean_indexing"})
 
 
 def test_a_recomputation_may_read_the_backward_of_a_later_stage() -> None:
@@ -108,11 +108,11 @@ def test_a_recomputation_may_read_the_backward_of_a_later_stage() -> None:
     joint = joint_of(TEXT)
     _node(joint, "t").replace_input_with(_node(joint, "x"), _node(joint, "tanh_backward"))
     _node(joint, "t").meta[Mark.PHASE] = Phase.RECOMPUTE
-    verify(joint, "masks", snapshot(joint), {"masks"})
+    verify(joint, "boolean_indexing", snapshot(joint), {"boolean_indexing"})
     _node(joint, "tanh_backward").meta[Mark.STAGE] = 0
     before = snapshot(joint)
     with pytest.raises(InvalidGraphError, match=r"'t'.*is recompute and reads 'tanh_backward', which is backward"):
-        verify(joint, "masks", before, {"masks"})
+        verify(joint, "boolean_indexing", before, {"boolean_indexing"})
 
 
 def test_outputs_stay_as_many() -> None:
@@ -120,7 +120,7 @@ def test_outputs_stay_as_many() -> None:
     before = snapshot(joint)
     fewer = dataclasses.replace(joint, num_forward_outputs=0)
     with pytest.raises(InvalidGraphError, match="returns 0 outputs of the forward and 3 gradients"):
-        verify(fewer, "masks", before, {"masks"})
+        verify(fewer, "boolean_indexing", before, {"boolean_indexing"})
 
 
 def test_slots_of_round_pipe_are_counted_on_in_the_backward() -> None:
@@ -130,9 +130,9 @@ def test_slots_of_round_pipe_are_counted_on_in_the_backward() -> None:
     joint = joint_of(TEXT.replace("# backward, stage 0", "# backward, stage 2"))
     before = snapshot(joint)
     with pytest.raises(InvalidGraphError, match="runs later"):
-        verify(joint, "rounds", before, {"rounds"})
+        verify(joint, "roundpipe_slots", before, {"roundpipe_slots"})
     slots = (StageCut(0, 0, 0), StageCut(1, 1, 1), StageCut(2, 0, 0))
-    verify(dataclasses.replace(joint, cuts=slots), "rounds", before, {"rounds"})
+    verify(dataclasses.replace(joint, cuts=slots), "roundpipe_slots", before, {"roundpipe_slots"})
 
 
 def test_tensors_without_data() -> None:

@@ -11,8 +11,8 @@ import roundpipe_fx
 from roundpipe_fx.analysis.cost.roofline import DEVICES
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.boolean_indexing import expand_boolean_indexing
 from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
-from roundpipe_fx.passes.masks import expand_masks
 from tests.capturing import capture_joint
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step, train_step
 from tests.golden_models import MixtureOfExperts
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def _hoisted(run, *inputs: torch.Tensor, registered=()) -> tuple[JointGraph, dict[str, str]]:
-    joint = annotate(expand_masks(capture_joint(run, *inputs)), DEVICES["cpu"])
+    joint = annotate(expand_boolean_indexing(capture_joint(run, *inputs)), DEVICES["cpu"])
     hoist_host_syncs(joint, registered)
     return joint, {str(n.target): n.meta[Mark.MUST_SAVE] for n in joint.computed() if Mark.MUST_SAVE in n.meta}
 

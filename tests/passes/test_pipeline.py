@@ -13,7 +13,7 @@ from roundpipe_fx.passes.pipeline import default_passes, passes_table
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "how-it-works.md"
-NO_FILE = {"unread"}
+NO_FILE = {"dce"}
 
 
 def test_every_pass_is_in_the_list() -> None:

@@ -19,7 +19,7 @@ from roundpipe_fx.ir.joint_graph import (
 )
 from roundpipe_fx.ir.segment import Segment
 from roundpipe_fx.passes.annotate import annotate
-from roundpipe_fx.passes.masks import expand_masks
+from roundpipe_fx.passes.boolean_indexing import expand_boolean_indexing
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.torch_private import module_path_text
 from tests.capturing import capture_joint
@@ -28,7 +28,7 @@ from tests.graph_text import after
 
 
 def _segments(model: nn.Module, *inputs: torch.Tensor) -> tuple[JointGraph, list[Segment]]:
-    return cut_segments(annotate(expand_masks(capture_joint(model, *inputs)), DEVICES["cpu"]))
+    return cut_segments(annotate(expand_boolean_indexing(capture_joint(model, *inputs)), DEVICES["cpu"]))
 
 
 def _starts(joint: JointGraph) -> list[str]:

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from roundpipe_fx.runtime.value_offloading import OffloadSteps, offload_steps_of
-from roundpipe_fx.schedules import ActionKind, Held, Schedule, StepCosts, chain, gpipe, round_robin, rounds
+from roundpipe_fx.schedules import ActionKind, Held, Schedule, StepCosts, chain, gpipe, round_robin, slot_chain
 from roundpipe_fx.schedules import simulate_time as simulate
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, choose_offloads, offloads_within
 from roundpipe_fx.schedules.offloads import Offload, buffer_bytes, offloads_at_distance
@@ -31,7 +31,7 @@ def steps(draw: st.DrawFn) -> tuple[Schedule, StageGraph, StepCosts]:
     if draw(st.booleans()):
         schedule, graph = gpipe(1, count, microbatches), chain(count)
     else:
-        schedule, graph = round_robin(1, 1, count + 1, microbatches, None, True), rounds(1, count + 1)
+        schedule, graph = round_robin(1, 1, count + 1, microbatches, None, True), slot_chain(1, count + 1)
     order = list(graph.steps)
     forwards = [step for step in order if step[0] is F]
     backwards = [step for step in order if step[0] is B]
@@ -176,7 +176,7 @@ def test_bytes_and_seconds_are_those_of_a_walk(step, distance: int, limit: int) 
 
 def test_what_leaves_in_time_keeps_no_device_waiting() -> None:
     # Four forward slots of 8 s, a fused one, and four backward slots. In 8 s the link carries 8 of 12 bytes.
-    schedule, graph = round_robin(1, 4, 9, 4, None, True), rounds(4, 9)
+    schedule, graph = round_robin(1, 4, 9, 4, None, True), slot_chain(4, 9)
     held = tuple(Held(12, (F, stage), ((B, 8 - stage),), values=((stage, 12),)) for stage in range(4))
     seconds = {step: 8.0 if step[0] is F else 16.0 for step in graph.steps}
     costs = StepCosts(seconds=seconds, held=held, on_host=frozenset(), host_bandwidth=1.0)

@@ -13,8 +13,8 @@ from roundpipe_fx.schedules import (
     chain,
     one_f_one_b,
     round_robin,
-    rounds,
     simulate_time,
+    slot_chain,
     validate,
 )
 from roundpipe_fx.schedules.partition import even_runs
@@ -46,8 +46,8 @@ def makespan(
     seconds[ActionKind.FORWARD, fused] = sum(forward[first : last + 1])
     seconds[ActionKind.BACKWARD, fused] = slots[fused] - seconds[ActionKind.FORWARD, fused]
     schedule = round_robin(devices, fused, tried.slots, microbatches, slots)
-    validate(schedule, rounds(fused, tried.slots), microbatches, devices)
-    found = simulate_time(schedule, rounds(fused, tried.slots), StepCosts(seconds=seconds)).makespan
+    validate(schedule, slot_chain(fused, tried.slots), microbatches, devices)
+    found = simulate_time(schedule, slot_chain(fused, tried.slots), StepCosts(seconds=seconds)).makespan
     assert found == pytest.approx(dispatch(devices, slots, microbatches).makespan)
     return found
 

@@ -18,8 +18,8 @@ from roundpipe_fx.schedules import (
     interleaved,
     one_f_one_b,
     round_robin,
-    rounds,
     simulate_time,
+    slot_chain,
     validate,
     with_recompute,
     with_transfers,
@@ -126,7 +126,7 @@ def test_zero_bubble_hides_all_but_the_rest(devices: int, more: int) -> None:
 @pytest.mark.parametrize("devices", [2, 4])
 def test_round_robin_waits_only_at_the_ends(devices: int) -> None:
     fused, slots, microbatches = devices - 1, 2 * devices, 3 * devices
-    graph = rounds(fused, slots)
+    graph = slot_chain(fused, slots)
     seconds = {step: (0.5 if step[1] == fused else 1.0) for step in graph.steps}
     timing = simulate_time(round_robin(devices, fused, slots, microbatches), graph, StepCosts(seconds=seconds))
     assert timing.makespan == pytest.approx(2.0 * microbatches + devices - 1)
@@ -279,7 +279,7 @@ def test_every_schedule_is_valid(devices: int, chunks: int, microbatches: int, r
         made = with_recompute(make(devices, stages, microbatches), graph)
         validate(made, graph, microbatches, devices)
         assert made.size == microbatches * len(graph.steps)
-    graph = rounds(chunks, stages + chunks, recompute=recompute)
+    graph = slot_chain(chunks, stages + chunks, recompute=recompute)
     validate(
         with_recompute(round_robin(devices, chunks, stages + chunks, microbatches), graph), graph, microbatches, devices
     )

@@ -23,7 +23,7 @@ from roundpipe_fx.analysis.cost import DEVICES
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.schedules import ActionKind, Schedule, StepCosts, simulate_time
 from roundpipe_fx.schedules.action import StageAction
-from roundpipe_fx.schedules.stage_graph import rounds
+from roundpipe_fx.schedules.stage_graph import slot_chain
 
 WIDTH, INNER, HEADS, GROUPS, HEAD, WORDS = 2048, 6144, 16, 8, 128, 151936
 MEASURED_SECONDS = 0.415
@@ -184,7 +184,7 @@ def test_the_step_is_modelled_as_it_was_measured(parts: dict[str, Part]) -> None
                     taken[code[name] + (number if forward else total - 1 - number)] = parts[name].bytes
                 position[name] += count
             numbers[kind, stage] = taken
-    graph = rounds(6, 11)
+    graph = slot_chain(6, 11)
     schedule = Schedule.parse("0: " + " ".join(event["name"] for event in actions(0)), "roundpipe")
     costs = StepCosts(
         seconds=modelled(parts),

@@ -27,7 +27,7 @@ def joint(
     return (exp,), (mul,)
 """
     expecttest.assert_expected_inline(
-        after(_unread, before, name="unread"),
+        after(_unread, before, name="dce"),
         """\
 def joint(
     x: float32[4],
@@ -53,7 +53,7 @@ def joint(
     return (exp,), ()
 """
     expecttest.assert_expected_inline(
-        after(_unread, before, name="unread"),
+        after(_unread, before, name="dce"),
         """\
 def joint(
     x: float32[4],

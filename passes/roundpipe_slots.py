@@ -1,4 +1,4 @@
-"""rounds: forward and backward are cut into slots independently of each other, as in RoundPipe's dispatch.
+"""roundpipe_slots: forward and backward are cut into slots independently of each other, as in RoundPipe's dispatch.
 
 Slots are counted in the order in which they run: the forward's, the fused one, the backward's.
 """
@@ -10,15 +10,15 @@ from roundpipe_fx.ir.segment import StageCut
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 
 
-def cut_rounds(joint: JointGraph, rounds: RoundPipePartition) -> tuple[JointGraph, list[StageCut]]:
+def cut_roundpipe_slots(joint: JointGraph, partition: RoundPipePartition) -> tuple[JointGraph, list[StageCut]]:
     """Mark every computing node with its slot.
 
     Returns:
         the graph, and the slots in the order in which they run.
     """
-    ranges = [*rounds.forward, rounds.fused, *rounds.backward]
+    ranges = [*partition.forward, partition.fused, *partition.backward]
     cuts = [StageCut(index, first, last) for index, (first, last) in enumerate(ranges)]
-    fused = len(rounds.forward)
+    fused = len(partition.forward)
     forward = {segment: cut.index for cut in cuts[: fused + 1] for segment in range(cut.first, cut.last + 1)}
     backward = {segment: cut.index for cut in cuts[fused:] for segment in range(cut.first, cut.last + 1)}
     for node in joint.computed():

@@ -9,7 +9,7 @@ from roundpipe_fx.analysis.cost.roofline import DEVICES
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, saved_values
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
-from roundpipe_fx.passes.rounds import cut_rounds
+from roundpipe_fx.passes.roundpipe_slots import cut_roundpipe_slots
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.remat.save_policy import recompute_rest, save_slot_inputs
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
@@ -28,7 +28,7 @@ def _joint() -> tuple[JointGraph, int]:
 def test_forward_and_backward_are_cut_apart() -> None:
     joint, count = _joint()
     assert count == 6
-    joint, cuts = cut_rounds(joint, RoundPipePartition(((0, 3),), (4, 5), ((2, 3), (0, 1))))
+    joint, cuts = cut_roundpipe_slots(joint, RoundPipePartition(((0, 3),), (4, 5), ((2, 3), (0, 1))))
     assert [(cut.index, cut.first, cut.last) for cut in cuts] == [(0, 0, 3), (1, 4, 5), (2, 2, 3), (3, 0, 1)]
     slots = {phase: {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1} for phase in (Phase.FORWARD,)}
     slots[Phase.BACKWARD] = {5: 1, 4: 1, 3: 2, 2: 2, 1: 3, 0: 3}
@@ -43,7 +43,7 @@ def test_forward_and_backward_are_cut_apart() -> None:
 
 def test_slots_keep_what_enters_them_and_the_fused_one_keeps_all() -> None:
     joint, _ = _joint()
-    joint, _ = cut_rounds(joint, RoundPipePartition(((0, 3),), (4, 5), ((2, 3), (0, 1))))
+    joint, _ = cut_roundpipe_slots(joint, RoundPipePartition(((0, 3),), (4, 5), ((2, 3), (0, 1))))
     joint = apply_remat_schedule(joint, recompute_rest(joint, save_slot_inputs(joint)), CPU)
     again = [node for node in joint.computed() if Mark.ORIGIN in node.meta and node.meta[Mark.SECONDS]]
     repeated = {node.meta[Mark.SEGMENT] for node in again}
@@ -75,7 +75,7 @@ def test_segments_without_a_backward_are_kept_as_their_slot_is(fused: bool) -> N
     of_backward = {node.meta[Mark.SEGMENT] for node in joint.in_phase(Phase.BACKWARD)}
     (without, *_) = sorted(set(range(last)) - of_backward)
     first = without if fused else last
-    joint, _ = cut_rounds(joint, RoundPipePartition(((0, first - 1),), (first, last), ((0, first - 1),)))
+    joint, _ = cut_roundpipe_slots(joint, RoundPipePartition(((0, first - 1),), (first, last), ((0, first - 1),)))
     own = {node for node in joint.in_phase(Phase.FORWARD) if node.meta[Mark.SEGMENT] == without}
     kept = own & save_slot_inputs(joint)
     assert kept == (own if fused else set())
@@ -106,7 +106,7 @@ def joint(
     mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
     return (exp,), (None, mm_2, mm_4)
 """
-    made = after(cut_rounds, before, RoundPipePartition(((0, 0),), (1, 1), ((0, 0),)), name="rounds")
+    made = after(cut_roundpipe_slots, before, RoundPipePartition(((0, 0),), (1, 1), ((0, 0),)), name="roundpipe_slots")
     expecttest.assert_expected_inline(
         made,
         """\
@@ -161,7 +161,7 @@ def joint(
     mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
     return (exp,), (None, mm_2, mm_4)
 """
-    made = after(cut_rounds, before, RoundPipePartition((), (0, 1), ()), name="rounds")
+    made = after(cut_roundpipe_slots, before, RoundPipePartition((), (0, 1), ()), name="roundpipe_slots")
     expecttest.assert_expected_inline(
         made,
         """\

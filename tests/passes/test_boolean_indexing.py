@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import expecttest
 
-from roundpipe_fx.passes.masks import expand_masks
+from roundpipe_fx.passes.boolean_indexing import expand_boolean_indexing
 from tests.graph_text import after
 
 
@@ -21,7 +21,7 @@ def joint(
     again: float32[4, 8] = aten.index_put.default(put, [mask], row, True)
     return (again,), ()
 """
-    made = after(expand_masks, before, name="masks")
+    made = after(expand_boolean_indexing, before, name="boolean_indexing")
     expecttest.assert_expected_inline(
         made,
         """\
@@ -51,7 +51,7 @@ def joint(
     index: float32[3, 8] = aten.index.Tensor(x, [rows])
     return (index,), ()
 """
-    made = after(expand_masks, before, name="masks")
+    made = after(expand_boolean_indexing, before, name="boolean_indexing")
     expecttest.assert_expected_inline(
         made,
         """\

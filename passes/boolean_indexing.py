@@ -1,4 +1,4 @@
-"""masks: indexing by a mask becomes one ``nonzero`` and integer indexing.
+"""boolean_indexing: indexing by a mask becomes one ``nonzero`` and integer indexing.
 
 This is how the kernels themselves expand it, so the values are bitwise equal. But the host synchronization (which
 positions does the mask select?) becomes a separate operation, which runs once for all reads and writes by that mask,
@@ -22,7 +22,7 @@ from roundpipe_fx.torch_private import note_count, size_binding
 aten = torch.ops.aten
 
 
-def expand_masks(joint: JointGraph) -> JointGraph:
+def expand_boolean_indexing(joint: JointGraph) -> JointGraph:
     """Rewrite mask indexing as one ``nonzero`` per mask and integer indexing. Runs before annotate.
 
     ``index``, ``index_put``, ``masked_select`` and the backward of ``masked_scatter`` by the same mask share the
