@@ -1,13 +1,13 @@
-"""Agreement: before each run all ranks compare what they are about to do, so that a difference is an error on all.
+"""Agreement of ranks: compare options, batches, graphs and plans before a run; a difference is an error on all ranks.
 
-Ranks plan alike because planning is deterministic. Where options, batches, code or versions differ, schedules would
-differ too, and ranks would wait for each other for ever. So digests are exchanged, and texts if they differ: options
-and batch before anything is traced, so that a wrong batch leaves no rank with a graph that others do not have; graph
-and plan before anything runs. Replicas of a pipeline have batches of their own, and may plan differently for them.
+Planning is deterministic, so ranks with equal inputs make equal plans. If options, batches, code or versions differ,
+schedules differ too, and ranks would wait for each other forever. Ranks therefore exchange digests, and the full texts
+if digests differ. Options and batch are compared before tracing: a wrong batch must not leave one rank with a graph
+that others lack. Graph and plan are compared before the run. Replicas have their own batches and may plan differently.
 
-Most steps repeat one that was agreed on. A rank finds its graph and plan for such a batch without tracing, and digests
-of all that is compared are exchanged at once, as numbers (:func:`known_to_all`). If a rank has something else, or has
-to trace, all ranks go through the exchanges above, which say what differs.
+Most steps repeat an agreed one. A rank then finds its graph and plan without tracing, and all digests are exchanged at
+once, as numbers (:func:`known_to_all`). If a digest differs or a rank must trace, all ranks use the exchanges above,
+whose error names the difference.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ class Statement:
     """A rank's statement of the step that it is about to run.
 
     Attributes:
-        texts: by name (options), what is to be the same on all ranks of all pipelines; empty after a failure.
-        within: by name (batch, graph, plan), what is to be the same on the ranks of one pipeline.
+        global_fields: texts by name (options) that must be equal on all ranks of all pipelines; empty after a failure.
+        per_pipeline_fields: texts by name (batch, graph, plan) that must be equal on the ranks of one pipeline.
         generator: the state of the generator that the step draws from.
-        among: by name, what is to be the same on the ranks of one replica, whatever part of the layers they have.
-        failure: what tracing or planning has raised; ``None`` if nothing.
-        unfitting: the failure, if all ranks are to try again with other plans.
+        per_replica_fields: texts by name that must be equal on the ranks of one replica, whatever their shard of the
+            layers.
+        failure: the error of tracing or planning; ``None`` if there was none.
+        unfitting: the failure, if all ranks must try again with other plans.
     """
 
-    texts: dict[str, str] = field(default_factory=dict)
-    within: dict[str, str] = field(default_factory=dict)
+    global_fields: dict[str, str] = field(default_factory=dict)
+    per_pipeline_fields: dict[str, str] = field(default_factory=dict)
     generator: bytes = b""
-    among: dict[str, str] = field(default_factory=dict)
+    per_replica_fields: dict[str, str] = field(default_factory=dict)
     failure: str | None = None
     unfitting: Unfitting | None = None
 
@@ -57,16 +58,16 @@ class KnownStep:
     """A step that this rank has agreed on before.
 
     Attributes:
-        alike: texts that are to be the same on all ranks of all pipelines.
-        within: texts that are to be the same on the ranks of one pipeline.
-        among: texts that are to be the same on the ranks of one replica.
+        global_texts: texts that must be equal on all ranks of all pipelines.
+        per_pipeline_texts: texts that must be equal on the ranks of one pipeline.
+        per_replica_texts: texts that must be equal on the ranks of one replica.
         generator: the state of the generator that the step draws from.
-        end_bytes: of the record at the end of the step, as this rank needs it.
+        end_bytes: sizes that this rank needs for the record at the end of the step.
     """
 
-    alike: tuple[str, ...]
-    within: tuple[str, ...]
-    among: tuple[str, ...]
+    global_texts: tuple[str, ...]
+    per_pipeline_texts: tuple[str, ...]
+    per_replica_texts: tuple[str, ...]
     generator: bytes
     end_bytes: EndBytes
 
@@ -102,7 +103,7 @@ def known_to_all(ranks: Ranks, known: KnownStep | None, shown: str | None, size:
     # have shown.
     row = [0] * 8
     if known is not None:
-        texts = ["\0".join(each) for each in (known.alike, known.among, known.within)]
+        texts = ["\0".join(each) for each in (known.global_texts, known.per_replica_texts, known.per_pipeline_texts)]
         row[:7] = [
             1,
             *(_number(text) for text in texts),
@@ -142,7 +143,14 @@ def agree(ranks: Ranks, statement: Statement, size: int, parts: int = 1) -> list
         RanksDifferError: they differ; the message says in what, and which ranks.
         RemoteError: another rank has failed, and this one has not.
     """
-    digests = {name: _digest(text) for name, text in {**statement.texts, **statement.within, **statement.among}.items()}
+    digests = {
+        name: _digest(text)
+        for name, text in {
+            **statement.global_fields,
+            **statement.per_pipeline_fields,
+            **statement.per_replica_fields,
+        }.items()
+    }
     gathered = ranks.gather((digests, _digest(statement.generator), statement.failure, statement.unfitting))
     # Every rank sees the same list, so all of them raise (or retry) without another exchange.
     failed = [(rank, *failure) for rank, (_, _, *failure) in enumerate(gathered) if failure[0] is not None]
@@ -153,15 +161,15 @@ def agree(ranks: Ranks, statement: Statement, size: int, parts: int = 1) -> list
         raise RemoteError(f"rank {ranks.ranks[rank]} of {ranks.name} could not prepare the step: {failure}")
     if not failed:
         # Three scopes: all ranks, the ranks of a replica, the ranks of one pipeline.
-        _compare(ranks, statement.texts, [each for each, *_ in gathered], ranks.size)
-        _compare(ranks, statement.among, [each for each, *_ in gathered], size * parts)
-        _compare(ranks, statement.within, [each for each, *_ in gathered], size)
+        _compare(ranks, statement.global_fields, [each for each, *_ in gathered], ranks.size)
+        _compare(ranks, statement.per_replica_fields, [each for each, *_ in gathered], size * parts)
+        _compare(ranks, statement.per_pipeline_fields, [each for each, *_ in gathered], size)
     generators = [generator for _, generator, *_ in gathered]
     return [generators[start : start + size] for start in range(0, len(generators), size)]
 
 
 @contextlib.contextmanager
-def together(ranks: Ranks, what: str) -> Iterator[None]:
+def all_or_none(ranks: Ranks, what: str) -> Iterator[None]:
     """Context manager in which every rank does something on its own; if one fails, all raise.
 
     Args:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from roundpipe_fx.distributed.agreement import together
+from roundpipe_fx.distributed.agreement import all_or_none
 from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.ownership import Ownership
 from roundpipe_fx.torch_private import local_part
@@ -183,7 +183,7 @@ def save_files(ownership: Ownership, group: PipelineGroup, path: str | Path) -> 
     """
     folder = Path(path)
     everyone = group.everyone
-    with together(everyone, "save the model"):
+    with all_or_none(everyone, "save the model"):
         missing = ownership.missing()
         if missing:
             raise RuntimeError(f"{missing[0]!r} (of {len(missing)} tensors of this rank) has no values to be saved.")
@@ -194,7 +194,7 @@ def save_files(ownership: Ownership, group: PipelineGroup, path: str | Path) -> 
     files = {rank: _file_name(position, len(writers)) for position, rank in enumerate(writers)}
     mine = files.get(everyone.rank)
     try:
-        with together(everyone, "save the model"):
+        with all_or_none(everyone, "save the model"):
             if mine is not None:
                 folder.mkdir(parents=True, exist_ok=True)
                 # First to hidden names. A failure of any rank leaves the earlier save untouched.
@@ -204,11 +204,11 @@ def save_files(ownership: Ownership, group: PipelineGroup, path: str | Path) -> 
             _remove(folder / f".{mine}")
         raise
     size = sum(everyone.gather(sum(value.nbytes for value in tensors.values())))
-    with together(everyone, "save the model"):
+    with all_or_none(everyone, "save the model"):
         if mine is not None:
             # All files are complete: from here on a failure can only be one of the file system.
             (folder / f".{mine}").replace(folder / mine)
-    with together(everyone, "save the model"):
+    with all_or_none(everyone, "save the model"):
         if everyone.rank == 0:
             index = {name: files[rank] for rank in writers for name in all_names[rank]}
             _finish(folder, index, size)

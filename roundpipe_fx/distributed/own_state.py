@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from roundpipe_fx.distributed.agreement import together
+from roundpipe_fx.distributed.agreement import all_or_none
 from roundpipe_fx.distributed.files import Fill, initialize, load_files, load_tensors, save_files
 from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.mesh import DATA
@@ -67,7 +67,7 @@ def load(processes: ProcessPipeline, path: str | Path, fill: Fill | None) -> Non
     """Read what this rank owns from files."""
     _check_planned(processes)
     seed = _seed(processes)
-    with together(processes.group.everyone, "load the model"):
+    with all_or_none(processes.group.everyone, "load the model"):
         load_files(processes.ownership, path, fill, seed)
     _share(processes)
 
@@ -91,7 +91,7 @@ def initialize_own(processes: ProcessPipeline, fill: Fill) -> None:
     """Let a function write what this rank owns."""
     _check_planned(processes)
     seed = _seed(processes)
-    with together(processes.group.everyone, "initialize the model"):
+    with all_or_none(processes.group.everyone, "initialize the model"):
         initialize(processes.ownership, fill, seed)
     _share(processes)
 

@@ -172,9 +172,9 @@ class ProcessPipeline(Local):
             if prepared is not None:
                 everywhere, decided = self._compared(prepared.rank_plan, first)
                 known = KnownStep(
-                    alike=(*texts.values(), *everywhere.values()),
-                    among=(*among.values(), prepared.rank_plan.digest, prepared.rank_plan.collectives),
-                    within=(*decided.values(),),
+                    global_texts=(*texts.values(), *everywhere.values()),
+                    per_replica_texts=(*among.values(), prepared.rank_plan.digest, prepared.rank_plan.collectives),
+                    per_pipeline_texts=(*decided.values(),),
                     generator=self._generator(prepared.captured),
                     end_bytes=end_bytes_of(prepared.captured, self.generator_device(prepared.captured)),
                 )
@@ -188,7 +188,7 @@ class ProcessPipeline(Local):
         # Stages are given to ranks by the first batch, so replicas must agree on its shapes.
         if first and self.group.replicas is not None:
             texts[FIRST_BATCH] = shapes_text(batch)
-        agree(ranks, Statement(texts=texts, among=among), size, parts)
+        agree(ranks, Statement(global_fields=texts, per_replica_fields=among), size, parts)
         # From here on a failure of one rank must reach all of them, since the others wait in the same exchange.
         try:
             prepared = self._prepared(prepare, runs)
@@ -201,7 +201,12 @@ class ProcessPipeline(Local):
         state = self._generator(prepared.captured)
         among_parts = {"plan": plan.digest, "collectives": plan.collectives} if parts > 1 else {}
         generators = agree(
-            ranks, Statement(texts=everywhere, within=decided, generator=state, among=among_parts), size, parts
+            ranks,
+            Statement(
+                global_fields=everywhere, per_pipeline_fields=decided, generator=state, per_replica_fields=among_parts
+            ),
+            size,
+            parts,
         )
         if isinstance(generators, Unfitting):
             raise UnequalMicrobatchesError(generators)

@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.distributed.pipelining import PipelineStage
 
 from roundpipe_fx.codegen.forward_stages import ForwardStage, forward_stages
-from roundpipe_fx.distributed.agreement import together
+from roundpipe_fx.distributed.agreement import all_or_none
 from roundpipe_fx.distributed.layout import ValueLayout
 from roundpipe_fx.distributed.process_pipeline import ProcessPipeline
 from roundpipe_fx.distributed.results import shared_value
@@ -132,7 +132,7 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
         RemoteError: another rank has failed, and this one has not.
     """
     group, ownership = processes.group, processes.ownership
-    with together(group.everyone, "export its stages"):
+    with all_or_none(group.everyone, "export its stages"):
         if ownership.shards.mesh is not None:
             raise ValueError(
                 "with shard='dp' parameters are gathered by this runtime: compile without shard, and call fully_shard "

@@ -58,7 +58,7 @@ def _on_each(call: Callable[[Any, int], Any]) -> list[Any]:
 
 
 def _statement(option: str = "a", batch: str = "x", generator: bytes = b"") -> Statement:
-    return Statement(texts={"options": option}, within={"batch": batch}, generator=generator)
+    return Statement(global_fields={"options": option}, per_pipeline_fields={"batch": batch}, generator=generator)
 
 
 def test_replicas_have_batches_and_generators_of_their_own() -> None:
@@ -116,9 +116,9 @@ def test_all_ranks_see_whether_all_know_a_step(
             return None
         sizes = EndBytes(number, 3 - number)
         return KnownStep(
-            alike=(options[number],),
-            among=(),
-            within=(batches[number],),
+            global_texts=(options[number],),
+            per_replica_texts=(),
+            per_pipeline_texts=(batches[number],),
             generator=batches[number].encode(),
             end_bytes=sizes,
         )
