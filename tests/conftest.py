@@ -93,5 +93,5 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         found.tensors = {id(part): part for value in all_of_them for part in tensors_of(value)}
         return found
 
-    monkeypatch.setattr(step, "placed", always)
+    monkeypatch.setattr(step, "make_mode", always)
     monkeypatch.setattr(Offloaded, "pin", lambda self: None)

@@ -39,7 +39,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.text import joint_text
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
-from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph, Seen, pipelined_graph
+from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph, StepObservers, compile_pipelined_graph
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState, StepSetting
 from roundpipe_fx.planner.lower import asked_budget, bounded_in_bytes, lower
 from roundpipe_fx.planner.lower_pipeline import lower_pipeline
@@ -358,8 +358,8 @@ class _InPipeline(_Compilation):
 
     def _plan(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         pipeline = plan_or_error(self._lower(joint))
-        seen = Seen(self._see_size, self.learned.see_workspace) if pipeline.budget is not None else None
-        self.graph = pipelined_graph(pipeline, self.differentiated, self.pipelining.loss_reduction, seen)
+        seen = StepObservers(self._see_size, self.learned.see_workspace) if pipeline.budget is not None else None
+        self.graph = compile_pipelined_graph(pipeline, self.differentiated, self.pipelining.loss_reduction, seen)
         self.lowered = pipeline.main.lowered
         torch_private.trace_artifact("roundpipe_fx_planned_graph", lambda: joint_text(self.lowered.joint))
         self._tell(plan_of_pipeline, self.graph)
@@ -416,7 +416,7 @@ class _InPipeline(_Compilation):
                 training=False,
                 like=self.step.structure,
             )
-        graph = pipelined_graph(plan_or_error(pipeline), [], self.pipelining.loss_reduction)
+        graph = compile_pipelined_graph(plan_or_error(pipeline), [], self.pipelining.loss_reduction)
         self._tell(plan_of_pipeline, graph)
         return pipelined(graph, [])
 

@@ -23,7 +23,7 @@ from roundpipe_fx.distributed.own_state import process_pipeline
 from roundpipe_fx.distributed.process_pipeline import ProcessPipeline
 from roundpipe_fx.distributed.tensor_parallel import refuse_sharded_parts, refuse_sharded_step
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.pipeline.pipelined_graph import with_optimizer
+from roundpipe_fx.pipeline.pipelined_graph import count_optimizer
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState, Structure
 from roundpipe_fx.pipeline.step.local import Local
 from roundpipe_fx.pipeline.step.step import Pipeline, Splitting, StepInputs
@@ -171,7 +171,7 @@ class PipelinedState(CompiledState):
         optimizers = [*{**self._optimizers, optimizer: 0}]
         memory = sum_of(self.optimizer.memory_of(one) for one in optimizers)
         pipelining = dataclasses.replace(self.pipelining, optimizer=memory)
-        plans = [with_optimizer(plan, pipelining) for plan in self.plans]  # checks all before any is replaced
+        plans = [count_optimizer(plan, pipelining) for plan in self.plans]  # checks all before any is replaced
         self._optimizers[optimizer] = len(optimizer.state)
         self._optimizer_memory = self._compile_state.optimizer = memory
         self.plans[:] = plans

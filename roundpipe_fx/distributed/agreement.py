@@ -21,7 +21,7 @@ import torch
 
 from roundpipe_fx.distributed.ranks import Ranks, RanksDifferError, RemoteError
 from roundpipe_fx.distributed.run_end import EndBytes
-from roundpipe_fx.pipeline.step.scheduled import Unfitting
+from roundpipe_fx.pipeline.step.scheduled import UnequalMicrobatches
 
 FIRST_BATCH = "the shapes of the first batch"
 """Name of the text by which replicas are compared before stages are given to ranks."""
@@ -50,7 +50,7 @@ class Statement:
     generator: bytes = b""
     per_replica_fields: dict[str, str] = field(default_factory=dict)
     failure: str | None = None
-    unfitting: Unfitting | None = None
+    unfitting: UnequalMicrobatches | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def known_to_all(ranks: Ranks, known: KnownStep | None, shown: str | None, size:
     )
 
 
-def agree(ranks: Ranks, statement: Statement, size: int, parts: int = 1) -> list[list[str]] | Unfitting:
+def agree(ranks: Ranks, statement: Statement, size: int, parts: int = 1) -> list[list[str]] | UnequalMicrobatches:
     """Compare the statements of all ranks.
 
     Args:

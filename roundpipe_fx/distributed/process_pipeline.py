@@ -46,7 +46,12 @@ from roundpipe_fx.distributed.run_end import EndBytes
 from roundpipe_fx.distributed.transfer_orders import RankTransfers
 from roundpipe_fx.pipeline.capture.captured_calls import CapturedCalls
 from roundpipe_fx.pipeline.step.local import Local, ScheduledOf
-from roundpipe_fx.pipeline.step.scheduled import Scheduled, UnequalMicrobatchesError, Unfitting, reads_left_elsewhere
+from roundpipe_fx.pipeline.step.scheduled import (
+    Scheduled,
+    UnequalMicrobatches,
+    UnequalMicrobatchesError,
+    find_unreachable_read,
+)
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram
@@ -208,7 +213,7 @@ class ProcessPipeline(Local):
             size,
             parts,
         )
-        if isinstance(generators, Unfitting):
+        if isinstance(generators, UnequalMicrobatches):
             raise UnequalMicrobatchesError(generators)
         of_each = ranks.gather(end_bytes_of(prepared.captured, self.generator_device(prepared.captured)))
         end_bytes = EndBytes(max(each.state for each in of_each), max(each.outputs for each in of_each))
@@ -383,7 +388,7 @@ class ProcessPipeline(Local):
         Raises:
             RuntimeError: so it is.
         """
-        action = reads_left_elsewhere(scheduled_of(captured, None).instructions)
+        action = find_unreachable_read(scheduled_of(captured, None).instructions)
         if action is not None:
             raise RuntimeError(
                 f"the schedule runs {action} on a rank that has not seen all values of the forward that it reads. When "

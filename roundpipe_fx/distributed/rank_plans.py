@@ -18,9 +18,9 @@ from roundpipe_fx.distributed.gathering import refuse_escapes, steps_of, text_of
 from roundpipe_fx.distributed.ownership import Ownership
 from roundpipe_fx.distributed.transfer_orders import RankTransfers, check_transfers, orders_of, transfers_of
 from roundpipe_fx.ir.collectives import collective_name, group_of, is_collective
-from roundpipe_fx.pipeline.batches.structures import leaves_of
+from roundpipe_fx.pipeline.batches.structures import iterate_leaves
 from roundpipe_fx.pipeline.capture.captured_calls import CapturedCalls
-from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph, union
+from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph, merge_stage_graphs
 from roundpipe_fx.pipeline.step.scheduled import Scheduled
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source
 from roundpipe_fx.runtime.prefetch import PrefetchStep
@@ -38,13 +38,13 @@ def batch_text(batch: Any) -> str:
     """Structure, shapes and values of a step's inputs, except what tensors hold."""
     return ", ".join(
         f"{text}: {_tensor(leaf) if isinstance(leaf, torch.Tensor) else _value(leaf)}"
-        for _, text, leaf in leaves_of(batch)
+        for _, text, leaf in iterate_leaves(batch)
     )
 
 
 def shapes_text(batch: Any) -> str:
     """Shapes of the tensors among a step's inputs."""
-    return ", ".join(_tensor(leaf) for _, _, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
+    return ", ".join(_tensor(leaf) for _, _, leaf in iterate_leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
 def _tensor(leaf: torch.Tensor) -> str:
@@ -189,7 +189,7 @@ class RankPlans:
         if key not in self._plans:
             transfers = transfers_of(instructions, captured.programs)
             orders = orders_of(instructions, transfers)
-            reads = union([program.graph for program in captured.programs]).reads
+            reads = merge_stage_graphs([program.graph for program in captured.programs]).reads
             # Every rank checks all ranks' orders, so that all raise, and none waits for one that did not start.
             check_transfers(orders, reads, [transfer.late for transfer in transfers])
             names = {id(value): name for name, value in self._ownership.named()}

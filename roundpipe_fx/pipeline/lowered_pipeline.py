@@ -152,7 +152,7 @@ def has_host(setting: Setting, pipelining: Pipelining) -> bool:
     return pipelining.offloaded or device.type != "cpu"
 
 
-def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Variant:
+def make_variant(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Variant:
     """A lowered graph as steps with their costs."""
     steps = steps_of(lowered)
     granularity = allocation_granularity(setting.device)

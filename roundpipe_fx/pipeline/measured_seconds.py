@@ -29,7 +29,7 @@ def measured_seconds(spans: Iterable[Iterable[Span]]) -> dict[StageAction, float
     return {step: statistics.median(taken) for step, taken in seconds.items()}
 
 
-def with_measured(costs: StepCosts, spans: Iterable[Iterable[Span]]) -> StepCosts:
+def replace_by_measured(costs: StepCosts, spans: Iterable[Iterable[Span]]) -> StepCosts:
     """The same costs with measured seconds, where a step has some.
 
     Args:

@@ -60,7 +60,7 @@ class PipelinedGraph:
     measured: list[list[list[Span]]] = field(default_factory=list)
 
 
-def with_optimizer(plan: D, pipelining: Pipelining) -> D:
+def count_optimizer(plan: D, pipelining: Pipelining) -> D:
     """A plan that was made before the optimizer was known; it is counted now.
 
     Args:
@@ -85,7 +85,7 @@ def with_optimizer(plan: D, pipelining: Pipelining) -> D:
     return dataclasses.replace(plan, pipeline=dataclasses.replace(pipeline, host_optimizer_bytes=memory.bytes))
 
 
-class Seen(NamedTuple):
+class StepObservers(NamedTuple):
     """Callbacks for what steps show.
 
     Attributes:
@@ -97,8 +97,8 @@ class Seen(NamedTuple):
     workspace: ObserveSize
 
 
-def pipelined_graph(
-    pipeline: LoweredPipeline, differentiated: Sequence[int], loss_reduction: str, seen: Seen | None = None
+def compile_pipelined_graph(
+    pipeline: LoweredPipeline, differentiated: Sequence[int], loss_reduction: str, seen: StepObservers | None = None
 ) -> PipelinedGraph:
     """Compile the stage modules of a lowered pipeline.
 
@@ -116,8 +116,8 @@ def pipelined_graph(
     if pipeline.last is not pipeline.main:
         last = _program(pipeline.last, differentiated, cache, seen)
     results = lowered.forward.results[: lowered.forward.outputs]
-    tangents = _tangents(lowered)
-    numbers, read = _numbers(lowered), primals_read((main, last))
+    tangents = _find_tangents(lowered)
+    numbers, read = _find_number_inputs(lowered), find_read_primals((main, last))
     return PipelinedGraph(
         pipeline=pipeline,
         main=main,
@@ -131,7 +131,7 @@ def pipelined_graph(
     )
 
 
-def primals_read(programs: Sequence[PipelineProgram]) -> list[int]:
+def find_read_primals(programs: Sequence[PipelineProgram]) -> list[int]:
     """Inputs that programs read, update or return gradients of."""
     primals: set[int] = set()
     for program in programs:
@@ -142,7 +142,7 @@ def primals_read(programs: Sequence[PipelineProgram]) -> list[int]:
     return sorted(primals)
 
 
-def _numbers(lowered: Lowered) -> set[int]:
+def _find_number_inputs(lowered: Lowered) -> set[int]:
     """Inputs that may stand for Python numbers: Dynamo passes these as they are, or as tensors on the CPU."""
     of_model = lowered.parameters.union(lowered.updates.values())
     values = {
@@ -157,7 +157,7 @@ def _numbers(lowered: Lowered) -> set[int]:
     }
 
 
-def _tangents(lowered: Lowered) -> list[fx.Node]:
+def _find_tangents(lowered: Lowered) -> list[fx.Node]:
     """Incoming gradients: inputs of the backward that the forward does not return, except tokens of effects."""
     if lowered.backward is None:
         return []
@@ -172,7 +172,7 @@ def _program(
     variant: Variant,
     differentiated: Sequence[int],
     cache: dict[str, _Compiled],
-    seen: Seen | None,
+    seen: StepObservers | None,
 ) -> PipelineProgram:
     lowered = variant.lowered
     # Every node that a step reads has one source: an input of the graph, an incoming gradient, an effect's token, a
@@ -181,7 +181,7 @@ def _program(
     known = {node: Source("value", number) for node, number in numbers.items()}
     known |= {node: Source("primal", position) for position, node in enumerate(lowered.forward.inputs)}
     outside = set(lowered.forward.inputs)
-    known |= {node: Source("tangent", position) for position, node in enumerate(_tangents(lowered))}
+    known |= {node: Source("tangent", position) for position, node in enumerate(_find_tangents(lowered))}
     backward_inputs = lowered.backward.inputs if lowered.backward is not None else ()
     known |= {
         node: Source("token", 0) for node in backward_inputs if node.op == "placeholder" and is_effect_token(node)
@@ -274,7 +274,7 @@ class _Compiled:
         return random_streams.whole(compiled) if self.random else compiled
 
 
-def union(graphs: Sequence[StageGraph]) -> StageGraph:
+def merge_stage_graphs(graphs: Sequence[StageGraph]) -> StageGraph:
     """All steps of several graphs, each reading everything that it reads in any of them."""
     reads: dict[StageAction, tuple[StageAction, ...]] = {}
     carried: dict[StageAction, tuple[StageAction, ...]] = {}

@@ -37,7 +37,7 @@ def segment_starts(joint: JointGraph) -> tuple[OperationKey | None, ...]:
     return tuple(firsts.get(segment) for segment in range(1, last + 1))
 
 
-def starts_like(joint: JointGraph, starts: Sequence[OperationKey | None]) -> list[int] | None:
+def find_like_starts(joint: JointGraph, starts: Sequence[OperationKey | None]) -> list[int] | None:
     """Positions in the forward order at which segments begin with the same operations.
 
     Args:
@@ -59,7 +59,7 @@ def starts_like(joint: JointGraph, starts: Sequence[OperationKey | None]) -> lis
     for boundary in sorted(positions[start] for start in known):
         # Views and computations of sizes belong to what follows, unless nothing else comes before.
         position = boundary
-        while position > starts_here[-1] and not _makes_memory(forward[position - 1]):
+        while position > starts_here[-1] and not _has_own_memory(forward[position - 1]):
             position -= 1
         position = position if position > starts_here[-1] else max(boundary, starts_here[-1] + 1)
         # Results of one operation (the items of a tuple) stay in the segment of the operation.
@@ -71,7 +71,7 @@ def starts_like(joint: JointGraph, starts: Sequence[OperationKey | None]) -> lis
     return starts_here[1:]
 
 
-def same_boundaries(
+def map_boundaries(
     boundaries: Iterable[int], theirs: Sequence[OperationKey | None], ours: Sequence[OperationKey | None]
 ) -> dict[int, int] | None:
     """Boundaries between the segments of one graph, among the segments of another that does not have the same.
@@ -107,11 +107,11 @@ def _operations(forward: Sequence[fx.Node]) -> Iterator[tuple[OperationKey, fx.N
     """Operations that allocate, with their positions: views are dropped or added for some shapes."""
     before: Counter[str] = Counter()
     for position, node in enumerate(forward):
-        if _makes_memory(node) and node.target is not operator.getitem:
+        if _has_own_memory(node) and node.target is not operator.getitem:
             name = str(node.target)
             yield (name, before[name]), node, position
             before[name] += 1
 
 
-def _makes_memory(node: fx.Node) -> bool:
+def _has_own_memory(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) and not is_view(node)

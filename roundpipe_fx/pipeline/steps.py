@@ -67,14 +67,14 @@ def steps_of(lowered: Lowered) -> Steps:
         for step, call in modules.items()
     }
     # Two branches of a model may run at the same time, but random numbers are drawn in the order of the program.
-    drawing = [step for step, call in modules.items() if _draws(call)]
+    drawing = [step for step, call in modules.items() if _has_random_draws(call)]
     for before, step in pairwise(drawing):
         if before not in reads[step]:
             reads[step] = (*reads[step], before)
-    return Steps(modules, StageGraph(reads, _carried(lowered, modules, maker)), maker, tuple(drawing))
+    return Steps(modules, StageGraph(reads, _find_carried_reads(lowered, modules, maker)), maker, tuple(drawing))
 
 
-def _carried(
+def _find_carried_reads(
     lowered: Lowered, modules: Mapping[StageAction, StageModule], maker: Mapping[fx.Node, StageAction]
 ) -> dict[StageAction, tuple[StageAction, ...]]:
     """For each step, those that computed, for the previous microbatch, the new value of an input that it reads."""
@@ -89,7 +89,7 @@ def _carried(
     return carried
 
 
-def _draws(call: StageModule) -> bool:
+def _has_random_draws(call: StageModule) -> bool:
     """Return whether a stage module draws new random numbers; replaying saved states does not change a generator."""
     return any(draws(node, call.module) or node.target is run_and_save_rng_state for node in call.module.graph.nodes)
 
@@ -139,15 +139,16 @@ def step_costs(
         seconds={step: lowered.seconds.get(phase, 0.0) for step, phase in phases.items()},
         transfer_seconds={pair: transfer_seconds(size) for pair, size in sent_bytes.items()},
         sent_bytes=sent_bytes,
-        held=_held(held, steps, step_of, kind),
+        held=_make_held(held, steps, step_of, kind),
         wanted_on_host=frozenset(
             number for number, node in enumerate(steps.maker) if may_be_on_host(node, kind) and is_wanted_on_host(node)
         ),
         peak_bytes={step: call.peak for step, call in of_step.items()},
         first_peak_bytes=first_peaks,
-        base_bytes={step: _of(call.gradients, lowered.parameters) for step, call in of_step.items()},
+        base_bytes={step: _select_owned(call.gradients, lowered.parameters) for step, call in of_step.items()},
         input_gradient_bytes={
-            step: _of(call.gradients, call.gradients.keys() - lowered.parameters) for step, call in of_step.items()
+            step: _select_owned(call.gradients, call.gradients.keys() - lowered.parameters)
+            for step, call in of_step.items()
         },
         incoming_gradient_bytes={step: call.incoming_gradient_bytes for step, call in of_step.items()},
         merged_bytes=_merged_bytes(lowered, granularity),
@@ -164,7 +165,9 @@ def step_costs(
     )
 
 
-def _held(held: Sequence[HeldBytes], steps: Steps, step_of: Mapping[str, StageAction], kind: str) -> tuple[Held, ...]:
+def _make_held(
+    held: Sequence[HeldBytes], steps: Steps, step_of: Mapping[str, StageAction], kind: str
+) -> tuple[Held, ...]:
     """Values that outlive their stage action; those with the same maker and readers that may be offloaded are one.
 
     Args:
@@ -214,7 +217,7 @@ def _merged_bytes(lowered: Lowered, granularity: int) -> int:
     return sum(max(0, size - parts[storage]) for storage, size in copies.items())
 
 
-def _of(gradients: Mapping[int, int], owners: Collection[int]) -> dict[int, int]:
+def _select_owned(gradients: Mapping[int, int], owners: Collection[int]) -> dict[int, int]:
     return {owner: size for owner, size in gradients.items() if owner in owners}
 
 

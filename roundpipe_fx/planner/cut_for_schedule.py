@@ -26,7 +26,7 @@ from roundpipe_fx.budget import available_memory
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
 from roundpipe_fx.passes.entry import PassLevel
-from roundpipe_fx.pipeline.same_segments import OperationKey, same_boundaries, segment_starts, starts_like
+from roundpipe_fx.pipeline.same_segments import OperationKey, find_like_starts, map_boundaries, segment_starts
 from roundpipe_fx.pipeline.settings import Pipelining, Structure
 from roundpipe_fx.planner.stages_in_pieces import pieces_of
 from roundpipe_fx.schedules import ScheduleSpec
@@ -78,7 +78,7 @@ def cut_for_schedule(
     Raises:
         ValueError: a stage name that does not exist in the model.
     """
-    starts = starts_like(joint, like.starts) if like is not None else None
+    starts = find_like_starts(joint, like.starts) if like is not None else None
     asked = dataclasses.replace(setting.options, stages=_stages_asked(setting, pipelining, spec))
     # Without a backward slots have nothing to balance: the schedule for inference is the usual one.
     if not setting.context.training and (like is None or pipelining.offloaded):
@@ -103,7 +103,7 @@ def cut_for_schedule(
             count = _stages_to_average(joint, pipelining.sharded) if known is None else len(known)
             setting = setting.with_decisions(options=dataclasses.replace(asked, stages=count))
         if like is not None and not isinstance(like.cut, RoundPipePartition):
-            boundaries = same_boundaries(like.cut, like.starts, segment_starts(joint))
+            boundaries = map_boundaries(like.cut, like.starts, segment_starts(joint))
             setting = setting.with_decisions(
                 stage_starts=tuple(boundaries[first] for first in like.cut) if boundaries else None
             )
@@ -199,7 +199,7 @@ def _same_slots(
     cut: RoundPipePartition, theirs: Sequence[OperationKey | None], ours: Sequence[OperationKey | None]
 ) -> RoundPipePartition | None:
     slots = (*cut.forward, cut.fused, *cut.backward)
-    boundaries = same_boundaries([first for first, _ in slots], theirs, ours)
+    boundaries = map_boundaries([first for first, _ in slots], theirs, ours)
     if boundaries is None:
         return None
     # A slot ends where the next one begins, also where its operations have other numbers in this graph.

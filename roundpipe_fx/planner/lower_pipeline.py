@@ -37,7 +37,7 @@ from roundpipe_fx.ir.collectives import refuse_distributed, refuse_other_groups
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.host_memory import check_host_memory, host_budget_of, host_memory_of
-from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, variant_of
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, make_variant
 from roundpipe_fx.pipeline.settings import Pipelining, Structure
 from roundpipe_fx.planner.cut_for_schedule import CutGraph, cut_for_schedule, weight_limits
 from roundpipe_fx.planner.divide_devices import NoDivisionError, divisions_of, lower_divided, pipelining_of
@@ -328,7 +328,7 @@ def _for_schedule(
     pipelining = ways.pipelining
     cut = cut_for_schedule(joint, setting, pipelining, spec, ways.like, weight_limit, in_pieces)
     if not setting.context.training:
-        only = variant_of(emit(cut.joint, cut.setting), cut.setting, pipelining)
+        only = make_variant(emit(cut.joint, cut.setting), cut.setting, pipelining)
         return Found(evaluated(Candidate(SAVE_POLICIES["none"]), ways.pipeline(cut, only, only)))
     stage_inputs = save_slot_inputs if spec.dispatches else SAVE_POLICIES["full"]
     if budget is not None:
@@ -344,7 +344,7 @@ def _by_policy(cut: CutGraph, ways: _Ways, split: bool, policies: Mapping[str, S
 
     def variant(recompute: str) -> Variant:
         lowered = emit_by_policy(cut.joint.copy(), setting, policies[recompute], split=split, sums=True)
-        return variant_of(lowered, setting, ways.pipelining)
+        return make_variant(lowered, setting, ways.pipelining)
 
     first = variant(main)
     pipeline = ways.pipeline(cut, first, first if last == main else variant(last))

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from roundpipe_fx.budget import Found, Infeasible, bytes_text, limit_of
 from roundpipe_fx.compiler.lowered import donating_nothing
-from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, variant_of
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, make_variant
 from roundpipe_fx.planner.evaluation import ScheduleEvaluation, quickest, timed
 from roundpipe_fx.planner.judged_by_code import by_code
 from roundpipe_fx.planner.schedule_within_budget import refusal
@@ -122,4 +122,4 @@ def _by_code(variant: Variant, pipeline: LoweredPipeline) -> Variant:
     lowered = by_code(variant.lowered)
     assert lowered.follow is not None
     lowered = dataclasses.replace(lowered, follow=donating_nothing(lowered.follow))
-    return variant_of(lowered, lowered.setting, pipeline.pipelining)
+    return make_variant(lowered, lowered.setting, pipeline.pipelining)

@@ -29,7 +29,7 @@ from roundpipe_fx.compiler.emit import emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.operations_in_tiles import operations_of
 from roundpipe_fx.pipeline.host_memory import host_budget_of, host_memory_of
-from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, gaps, variant_of
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, gaps, make_variant
 from roundpipe_fx.pipeline.settings import Pipelining, Structure
 from roundpipe_fx.planner.alternatives import chosen_among
 from roundpipe_fx.planner.cut_for_schedule import CutGraph
@@ -266,7 +266,7 @@ class _Attempts:
         """Emit a candidate, and simulate its schedule with nothing on the host that the user does not want there."""
         emitted = functools.partial(self._emitted, candidate.saved)
         has_own_modules = not self._known
-        only = variant_of(emitted(self._known), self._cut.setting, self._pipelining)
+        only = make_variant(emitted(self._known), self._cut.setting, self._pipelining)
         pipeline = self._pipeline(self._cut, only, only)
         return evaluated(candidate, pipeline, None if has_own_modules else functools.partial(emitted, None))
 

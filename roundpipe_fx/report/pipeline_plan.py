@@ -12,7 +12,7 @@ from roundpipe_fx.ir.decisions import OffloadedValue, PlannedMesh, PlannedPipeli
 from roundpipe_fx.ir.joint_graph import Mark, Phase, viewed
 from roundpipe_fx.pipeline.host_memory import host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
-from roundpipe_fx.pipeline.measured_seconds import with_measured
+from roundpipe_fx.pipeline.measured_seconds import replace_by_measured
 from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph
 from roundpipe_fx.pipeline.steps import gathered_stages
 from roundpipe_fx.report.make_plan import plan_of
@@ -68,7 +68,7 @@ def _corrected_makespan(
     """The makespan of a schedule with the seconds that its stages took in the latest step, if there was one."""
     if not measured:
         return None
-    costs = with_measured(pipeline.main.costs, measured[-1])
+    costs = replace_by_measured(pipeline.main.costs, measured[-1])
     return simulate_time(
         timing.schedule, pipeline.main.steps.graph, costs, offloads=timing.offloads, kept=timing.kept
     ).makespan

@@ -13,7 +13,7 @@ import torch
 from roundpipe_fx.distributed.agreement import KnownStep, Statement, agree, known_to_all
 from roundpipe_fx.distributed.ranks import RanksDifferError, RemoteError
 from roundpipe_fx.distributed.run_end import EndBytes
-from roundpipe_fx.pipeline.step.scheduled import Unfitting
+from roundpipe_fx.pipeline.step.scheduled import UnequalMicrobatches
 
 RANKS, SIZE = 4, 2
 
@@ -90,7 +90,7 @@ def test_a_failure_is_an_error_on_the_others() -> None:
 
 
 def test_others_get_what_they_need_to_try_again() -> None:
-    unfitting = Unfitting(3, 2, False)
+    unfitting = UnequalMicrobatches(3, 2, False)
     own, *others = _agreed(Statement(failure="it did not fit", unfitting=unfitting), *[_statement()] * 3)
     assert len(own) == 2 and others == [unfitting] * 3
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import roundpipe_fx
 from roundpipe_fx.distributed.ranks import RanksDifferError, RemoteError
 from roundpipe_fx.pipeline.step import scheduled
-from roundpipe_fx.pipeline.step.scheduled import UnequalMicrobatchesError, Unfitting
+from roundpipe_fx.pipeline.step.scheduled import UnequalMicrobatches, UnequalMicrobatchesError
 from roundpipe_fx.planner import cut_for_schedule
 from roundpipe_fx.schedules import data_parallel
 from tests.distributed.models import Net, make
@@ -268,10 +268,10 @@ def check_another_plan(_rank: int, _folder: str) -> None:
     def check_together(*_arguments: Any) -> None:
         if refusing:
             refusing.clear()
-            raise UnequalMicrobatchesError(Unfitting(200, 100, False))
+            raise UnequalMicrobatchesError(UnequalMicrobatches(200, 100, False))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduled, "check_together", check_together)
+        patch.setattr(scheduled, "check_memory_together", check_together)
         compiled.forward_backward(**_batch_of(batch, replica))
     assert not refusing
     shares = _everywhere(compiled._state_of_roundpipe_fx.learned.share)

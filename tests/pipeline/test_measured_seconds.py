@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.pipeline.measured_seconds import measured_seconds, with_measured
+from roundpipe_fx.pipeline.measured_seconds import measured_seconds, replace_by_measured
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.schedules import Action, ActionKind, StepCosts
 
@@ -33,7 +33,7 @@ def test_the_median_counts() -> None:
     spans = _spans(forward=[9.0, 1.0, 1.5], backward=[4.0])  # the first microbatch loads kernels
     assert measured_seconds(spans) == pytest.approx({FORWARD: 1.5, BACKWARD: 4.0})
     other = (ActionKind.FORWARD, 1)
-    costs = with_measured(StepCosts(seconds={FORWARD: 1.0, other: 2.0}), spans)
+    costs = replace_by_measured(StepCosts(seconds={FORWARD: 1.0, other: 2.0}), spans)
     assert costs.seconds == pytest.approx({FORWARD: 1.5, BACKWARD: 4.0, other: 2.0})
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.segments import cut_segments
-from roundpipe_fx.pipeline.same_segments import same_boundaries, segment_starts, starts_like
+from roundpipe_fx.pipeline.same_segments import find_like_starts, map_boundaries, segment_starts
 from tests import listed
 from tests.capturing import capture_joint
 
@@ -41,12 +41,12 @@ def test_another_shape_is_cut_at_the_same_operations() -> None:
     assert len(starts) == len(segments) - 1
     assert len(cut_segments(_graph(model, 8))[1]) != len(segments)
     other = _graph(model, 8)
-    other, again = cut_segments(other, only_starts=starts_like(other, starts))
+    other, again = cut_segments(other, only_starts=find_like_starts(other, starts))
     assert len(again) == len(segments) and segment_starts(other) == starts
 
 
 def test_operations_that_are_not_there_are_said_to_be_missing() -> None:
-    assert starts_like(_graph(Narrowing(), 2), [("aten.addmm.default", 99)]) is None
+    assert find_like_starts(_graph(Narrowing(), 2), [("aten.addmm.default", 99)]) is None
 
 
 def _graph(model: nn.Module, rows: int) -> JointGraph:
@@ -56,15 +56,15 @@ def _graph(model: nn.Module, rows: int) -> JointGraph:
 
 def test_another_order_has_as_many_segments() -> None:
     graph = _graph(Narrowing(), 8)
-    starts = starts_like(graph, [("aten.addmm.default", 3), ("aten.mm.default", 0), ("aten.addmm.default", 1)])
+    starts = find_like_starts(graph, [("aten.addmm.default", 3), ("aten.mm.default", 0), ("aten.addmm.default", 1)])
     assert starts is not None and len(cut_segments(graph, only_starts=starts)[1]) == 4
 
 
 def test_boundaries_lie_before_the_same_operations_where_both_graphs_have_them() -> None:
     theirs = [("a", 0), ("b", 0), ("b", 1), ("c", 0)]
     own = [("a", 0), ("b", 0), ("c", 0), ("d", 0), ("d", 1)]
-    assert same_boundaries([0, 1, 4], theirs, own) == {0: 0, 1: 1, 4: 3, 5: 6}
-    assert same_boundaries([0, 3], theirs, own) == {0: 0, 3: 4, 5: 6}  # in proportion
+    assert map_boundaries([0, 1, 4], theirs, own) == {0: 0, 1: 1, 4: 3, 5: 6}
+    assert map_boundaries([0, 3], theirs, own) == {0: 0, 3: 4, 5: 6}  # in proportion
 
 
 @given(st.data())
@@ -72,7 +72,7 @@ def test_boundaries_divide_the_segments_of_any_graph(data: st.DataObject) -> Non
     keys = st.lists(st.none() | st.tuples(st.sampled_from("abc"), st.integers(0, 3)), max_size=12)
     theirs, own = data.draw(keys), data.draw(keys)
     boundaries = data.draw(st.sets(st.integers(0, len(theirs))))
-    found = same_boundaries(boundaries, theirs, own)
+    found = map_boundaries(boundaries, theirs, own)
     if found is None:
         assert len(boundaries - {0}) > len(own)
         return

@@ -20,11 +20,11 @@ from torch import nn
 from roundpipe_fx.pipeline.batches.structures import (
     BY_CONVENTION,
     Path,
-    container_of,
-    dim_of,
     holds_tensors,
-    leaves_of,
-    specs_of,
+    iterate_leaves,
+    open_container,
+    parse_specs,
+    parse_split_dim,
 )
 
 
@@ -96,7 +96,7 @@ class BatchLeaf:
             return [self.value] * count
         if isinstance(self.value, torch.Tensor):
             return list(self.value.tensor_split(count, self.dim))
-        structure = container_of(self.value)
+        structure = open_container(self.value)
         assert structure is not None
         # As `tensor_split` does it: 7 items for 3 microbatches are 3, 2, 2.
         fewer, larger = divmod(len(self.value), count)
@@ -160,7 +160,7 @@ class _ListInBatch:
         )
 
 
-def batch_leaves(trees: Sequence[BatchTree], others: Sequence[BatchTree]) -> list[list[BatchLeaf]]:
+def find_batch_leaves(trees: Sequence[BatchTree], others: Sequence[BatchTree]) -> list[list[BatchLeaf]]:
     """Every leaf of each tree, with how it is split.
 
     Args:
@@ -172,15 +172,15 @@ def batch_leaves(trees: Sequence[BatchTree], others: Sequence[BatchTree]) -> lis
     """
     # The batch's size comes from tensors outside lists first, since these are split by convention; then from those of
     # the other side (labels for inputs); then from the lists.
-    free = [leaf for tree in trees for leaf in _leaves_outside_lists(tree)]
-    lists = [(tree, one) for tree in trees for one in _lists_of(tree)]
+    free = [leaf for tree in trees for leaf in _find_leaves_outside_lists(tree)]
+    lists = [(tree, one) for tree in trees for one in _find_outermost_lists(tree)]
     by_items: dict[int, set[Path]] = {id(tree): set() for tree in trees}
     with_tensors = [one for _, one in lists if one.has_tensors]
     batch = _rows_of_batch(free)
     if batch is None and lists:
-        batch = _rows_of_batch([leaf for tree in others for leaf in _leaves_outside_lists(tree)])
+        batch = _rows_of_batch([leaf for tree in others for leaf in _find_leaves_outside_lists(tree)])
     if batch is None and with_tensors:
-        every = [*with_tensors, *(one for tree in others for one in _lists_of(tree) if one.has_tensors)]
+        every = [*with_tensors, *(one for tree in others for one in _find_outermost_lists(tree) if one.has_tensors)]
         batch = _rows_of_lists(every)
     for tree, one in lists:
         # Four cases of a list with tensors: items are samples, tensors have rows, both (ambiguous, refused), neither
@@ -195,7 +195,7 @@ def batch_leaves(trees: Sequence[BatchTree], others: Sequence[BatchTree]) -> lis
             raise one.refused(batch)
         if are_samples:
             by_items[id(tree)].add(one.path)
-    leaves = [_leaves_of(tree, by_items[id(tree)]) for tree in trees]
+    leaves = [_find_leaves(tree, by_items[id(tree)]) for tree in trees]
     for tree, of_tree in zip(trees, leaves, strict=True):
         for leaf in of_tree:
             if not leaf.specified and leaf.dim is None and not isinstance(leaf.value, torch.Tensor):
@@ -250,28 +250,28 @@ def _refuse_object(leaf: BatchLeaf, option: str) -> None:
     )
 
 
-def _leaves_outside_lists(tree: BatchTree) -> list[BatchLeaf]:
-    lists = {one.path for one in _lists_of(tree)}
-    return [leaf for leaf in _leaves_of(tree, lists) if leaf.path not in lists]
+def _find_leaves_outside_lists(tree: BatchTree) -> list[BatchLeaf]:
+    lists = {one.path for one in _find_outermost_lists(tree)}
+    return [leaf for leaf in _find_leaves(tree, lists) if leaf.path not in lists]
 
 
-def _lists_of(tree: BatchTree) -> list[_ListInBatch]:
+def _find_outermost_lists(tree: BatchTree) -> list[_ListInBatch]:
     """The outermost lists and tuples of a tree, of which no specification tells; positional arguments are none."""
-    prefixes = [] if tree.spec is None else [prefix for prefix, _, _ in specs_of(tree.spec)]
+    prefixes = [] if tree.spec is None else [prefix for prefix, _, _ in parse_specs(tree.spec)]
 
     def is_list(path: Path, value: Any) -> bool:
-        structure = container_of(value) if path or tree.name == "labels" else None
+        structure = open_container(value) if path or tree.name == "labels" else None
         return structure is not None and structure.is_sequence
 
     lists = []
-    for path, text, value in leaves_of(tree.value, is_list):
+    for path, text, value in iterate_leaves(tree.value, is_list):
         # A specification above or below this list decides instead.
         if not is_list(path, value) or any(path[: len(p)] == p or p[: len(path)] == path for p in prefixes):
             continue
-        tensors = [leaf for _, _, leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for _, _, leaf in iterate_leaves(value) if isinstance(leaf, torch.Tensor)]
         # Sizes of 1 broadcast and are left out, as above.
         sizes = frozenset(leaf.shape[0] for leaf in tensors if leaf.dim() and leaf.shape[0] != 1)
-        kinds = {_kind_of(item) for item in value}
+        kinds = {_sample_key(item) for item in value}
         label, is_uniform = tree.full_label(path, text), len(kinds) == 1
         lists.append(
             _ListInBatch(
@@ -287,21 +287,21 @@ def _lists_of(tree: BatchTree) -> list[_ListInBatch]:
     return lists
 
 
-def _kind_of(item: Any) -> tuple[Any, ...]:
+def _sample_key(item: Any) -> tuple[Any, ...]:
     """A key that samples of one batch share."""
     return tuple(
         (text, leaf.dim(), leaf.dtype) if isinstance(leaf, torch.Tensor) else (text, type(leaf))
-        for _, text, leaf in leaves_of(item, lambda path, part: bool(path) and isinstance(part, (list, tuple)))
+        for _, text, leaf in iterate_leaves(item, lambda path, part: bool(path) and isinstance(part, (list, tuple)))
     )
 
 
-def _leaves_of(tree: BatchTree, by_items: Collection[Path]) -> list[BatchLeaf]:
+def _find_leaves(tree: BatchTree, by_items: Collection[Path]) -> list[BatchLeaf]:
     """Every leaf of a tree.
 
     Args:
         by_items: paths of lists that are split by their items.
     """
-    specs = specs_of(tree.spec)
+    specs = parse_specs(tree.spec)
 
     def asked_of(path: Path) -> Any:
         return next((spec for prefix, _, spec in specs if path[: len(prefix)] == prefix), BY_CONVENTION)
@@ -312,15 +312,15 @@ def _leaves_of(tree: BatchTree, by_items: Collection[Path]) -> list[BatchLeaf]:
         # A list for which dimension 0 is specified, and which holds no tensors (strings), is split as it is, by its
         # items.
         spec = asked_of(path) if path or tree.name == "labels" else BY_CONVENTION
-        structure = container_of(value) if spec is not BY_CONVENTION and dim_of(spec) == 0 else None
+        structure = open_container(value) if spec is not BY_CONVENTION and parse_split_dim(spec) == 0 else None
         return structure is not None and structure.is_sequence and not holds_tensors(value)
 
     leaves = []
-    for path, text, leaf in leaves_of(tree.value, stops):
+    for path, text, leaf in iterate_leaves(tree.value, stops):
         asked = asked_of(path)
         label = tree.label(path, text)
         by_convention = 0 if path in by_items or (isinstance(leaf, torch.Tensor) and leaf.dim()) else None
-        dim = by_convention if asked is BY_CONVENTION else dim_of(asked)
+        dim = by_convention if asked is BY_CONVENTION else parse_split_dim(asked)
         is_list = path in by_items or stops(path, leaf)
         if dim is not None and not is_list and (not torch.is_tensor(leaf) or not -leaf.dim() <= dim < leaf.dim()):
             kind = f"tensor of {leaf.dim()} dimensions" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
@@ -347,7 +347,7 @@ def _leaves_of(tree: BatchTree, by_items: Collection[Path]) -> list[BatchLeaf]:
     return leaves
 
 
-def of_the_batch(leaves: list[BatchLeaf], warn: bool = False) -> list[BatchLeaf]:
+def keep_unmatched_inputs_whole(leaves: list[BatchLeaf], warn: bool = False) -> list[BatchLeaf]:
     """By convention an input whose size differs from the batch's, and that no other input shares, is the same for each.
 
     The batch's size is that of the inputs that are specified to be split, or of the first input that has more than one

@@ -16,11 +16,11 @@ from torch import nn
 from roundpipe_fx.pipeline.batches.structures import (
     BY_CONVENTION,
     Path,
-    container_of,
-    dim_of,
+    broadcast_specs,
     holds_tensors,
-    leaves_of,
-    spread,
+    iterate_leaves,
+    open_container,
+    parse_split_dim,
 )
 
 
@@ -48,7 +48,7 @@ def merge(
         return spec(list(outputs))
     if len(outputs) == 1 and spec is None:
         return outputs[0]
-    return _Merge(spread(spec, outputs[0]), weights, rows).merged(list(outputs), (), "")
+    return _Merge(broadcast_specs(spec, outputs[0]), weights, rows).merge(list(outputs), (), "")
 
 
 _MERGE_OUTPUT = "merge_output=a function that gets the list of the microbatches' outputs"
@@ -69,15 +69,15 @@ class _Merge:
     rows: Sequence[int] | None
     concatenated: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
-    def merged(self, values: list[Any], path: Path, text: str) -> Any:
+    def merge(self, values: list[Any], path: Path, text: str) -> Any:
         """The parts of all microbatches' outputs at one path as one."""
-        structures = [container_of(value) for value in values]
+        structures = [open_container(value) for value in values]
         # Different types (a tensor and None, say) or a specification for this very part: no structure to descend into.
         if any(type(value) is not type(values[0]) for value in values) or path in self.specs:
-            return self._leaf(values, self.specs.get(path, BY_CONVENTION), f"output{text}")
+            return self._merge_leaf(values, self.specs.get(path, BY_CONVENTION), f"output{text}")
         parts = [structure for structure in structures if structure is not None]
         if len(parts) < len(values):
-            return self._leaf(values, BY_CONVENTION, f"output{text}")
+            return self._merge_leaf(values, BY_CONVENTION, f"output{text}")
         first = parts[0]
         is_specified = any(prefix[: len(path)] == path for prefix in self.specs)
         is_list = first.is_sequence and not isinstance(values[0], tuple)
@@ -96,7 +96,7 @@ class _Merge:
         # Keys are matched by name, since dictionaries may list them in different orders.
         by_key = [dict(zip(structure.keys, structure.parts, strict=True)) for structure in parts]
         return first.rebuild(
-            [self.merged([one[key] for one in by_key], (*path, key), text + first.text_of(key)) for key in first.keys]
+            [self.merge([one[key] for one in by_key], (*path, key), text + first.text_of(key)) for key in first.keys]
         )
 
     def _has_item_for_each_row(self, values: list[Any], label: str) -> bool:
@@ -115,7 +115,7 @@ class _Merge:
         sizes = [
             (leaf.shape[0], count)
             for value, count in zip(values, self.rows, strict=True)
-            for _, _, leaf in leaves_of(value)
+            for _, _, leaf in iterate_leaves(value)
             if isinstance(leaf, torch.Tensor) and leaf.dim()
         ]
         # Tensors inside with another size than the rows are whole values of one sample each.
@@ -129,7 +129,7 @@ class _Merge:
             f"{_MERGE_OUTPUT}."
         )
 
-    def _leaf(self, values: list[Any], spec: Any, label: str) -> Any:
+    def _merge_leaf(self, values: list[Any], spec: Any, label: str) -> Any:
         if hasattr(spec, "reduce_fn"):
             total = spec.init_value
             for value in values:
@@ -138,15 +138,15 @@ class _Merge:
         if spec is False:
             raise TypeError("merge_output=False: merge_output=list gives the list of what the microbatches return.")
         if spec is not BY_CONVENTION:
-            dim = dim_of(spec)
+            dim = parse_split_dim(spec)
             if dim is None or len(values) == 1:
                 return values[0]
-            return _concatenated(values, dim)
+            return _concatenate(values, dim)
         if len(values) == 1:
             return values[0]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         if not tensors:
-            return self._constant(values, label)
+            return self._require_equal(values, label)
         if len(tensors) < len(values):
             raise ValueError(
                 f"microbatches returned outputs of different structures: {label} is a tensor in some and none in "
@@ -154,18 +154,18 @@ class _Merge:
             )
         # Parameters, buffers and inputs that no microbatch splits are the same tensor in all of them; the batch's is
         # that tensor.
-        if self.rows is not None and _are_the_same(tensors):
+        if self.rows is not None and _is_one_tensor(tensors):
             return tensors[0]
         if not tensors[0].dim():
-            return self._sum(tensors, label)
+            return self._sum_values(tensors, label)
         self._check_rows(tensors, label)
         # Two outputs that are one tensor (`logits` and `loss_logits`) stay one: equal parts give one merged tensor.
         parts = tuple(map(id, tensors))
         if parts not in self.concatenated:
-            self.concatenated[parts] = _concatenated(tensors, 0)
+            self.concatenated[parts] = _concatenate(tensors, 0)
         return self.concatenated[parts]
 
-    def _sum(self, values: list[torch.Tensor], label: str) -> torch.Tensor:
+    def _sum_values(self, values: list[torch.Tensor], label: str) -> torch.Tensor:
         if values[0].dtype == torch.bool:
             raise TypeError(
                 f"{label} is true or false for each microbatch, and roundpipe_fx does not know what it is for the "
@@ -189,7 +189,7 @@ class _Merge:
                 "specification or a function that gets the list of the microbatches' outputs."
             )
 
-    def _constant(self, values: list[Any], label: str) -> Any:
+    def _require_equal(self, values: list[Any], label: str) -> Any:
         """Return the value that is equal in all microbatches."""
         first = values[0]
         kind = type(first).__name__
@@ -234,7 +234,7 @@ def _is_equal(value: Any, other: Any) -> bool:
         return False
 
 
-def _are_the_same(values: Sequence[torch.Tensor]) -> bool:
+def _is_one_tensor(values: Sequence[torch.Tensor]) -> bool:
     """Return whether tensors are one: a parameter, a buffer, or an input that every microbatch gets whole."""
     first = values[0]
     if all(value is first for value in values):
@@ -254,12 +254,12 @@ def _are_the_same(values: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def _concatenated(values: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    whole = _whole(values, dim)
+def _concatenate(values: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    whole = _find_original(values, dim)
     return torch.cat(list(values), dim) if whole is None else whole
 
 
-def _whole(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
+def _find_original(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
     """The tensor that was split into these parts, which share its storage: outputs that are inputs, or views of them.
 
     As without microbatches, they take no memory of their own.

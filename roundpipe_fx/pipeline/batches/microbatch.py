@@ -26,12 +26,12 @@ from roundpipe_fx.pipeline.batches.batch_leaves import (
     SPLIT_LABEL,
     BatchLeaf,
     BatchTree,
-    batch_leaves,
-    of_the_batch,
+    find_batch_leaves,
+    keep_unmatched_inputs_whole,
     trees_of_inputs,
 )
 from roundpipe_fx.pipeline.batches.merging import merge, weighted_sum
-from roundpipe_fx.pipeline.batches.structures import container_of, leaves_of, map_leaves
+from roundpipe_fx.pipeline.batches.structures import iterate_leaves, map_leaves, open_container
 from roundpipe_fx.torch_private import tree_leaves
 
 __all__ = [
@@ -39,11 +39,11 @@ __all__ = [
     "SplitTensor",
     "check_batch_sizes",
     "check_offsets",
-    "given_microbatches",
+    "has_different_sizes",
+    "make_microbatches",
     "merge",
     "refuse_jagged",
     "row_counts",
-    "sizes_differ",
     "split_inputs",
     "split_labels",
     "split_tensors",
@@ -96,18 +96,21 @@ def split_inputs(
         return [(args, kwargs)]
     trees = trees_of_inputs(args, kwargs, spec, names)
     others = [] if callable(labels_spec) else [BatchTree(labels, labels_spec, "labels", option=SPLIT_LABEL)]
-    of_args, of_kwargs = batch_leaves(trees, others)
-    leaves = of_the_batch([*of_args, *of_kwargs], warn=True)
+    of_args, of_kwargs = find_batch_leaves(trees, others)
+    leaves = keep_unmatched_inputs_whole([*of_args, *of_kwargs], warn=True)
     # Only what follows the convention: a specification says that the user means it.
     check_offsets([(leaf.full_label, leaf.value, leaf.dim is not None) for leaf in leaves if not leaf.specified])
     pieces = _split(leaves, count, SPLIT_INPUT)
     return [
-        (_piece(args, of_args, piece[: len(of_args)]), _piece(kwargs, of_kwargs, piece[len(of_args) :]))
+        (
+            _rebuild_with_parts(args, of_args, piece[: len(of_args)]),
+            _rebuild_with_parts(kwargs, of_kwargs, piece[len(of_args) :]),
+        )
         for piece in pieces
     ]
 
 
-def _piece(value: Any, leaves: Sequence[BatchLeaf], parts: Sequence[Any]) -> Any:
+def _rebuild_with_parts(value: Any, leaves: Sequence[BatchLeaf], parts: Sequence[Any]) -> Any:
     """A value with parts of its leaves in their place."""
     by_path = {leaf.path: part for leaf, part in zip(leaves, parts, strict=True)}
     return map_leaves(lambda path, _: by_path[path], value, lambda path, _: path in by_path)
@@ -134,11 +137,11 @@ def split_labels(
         return [labels]
     else:
         others = [] if callable(inputs_spec) else trees_of_inputs(*inputs, inputs_spec)
-        (leaves,) = batch_leaves([BatchTree(labels, spec, "labels", option=SPLIT_LABEL)], others)
+        (leaves,) = find_batch_leaves([BatchTree(labels, spec, "labels", option=SPLIT_LABEL)], others)
         # Labels without rows (a number, a dict of constants) are the same for every microbatch.
         if not any(leaf.dim is not None for leaf in leaves):
             return [labels] * count
-        pieces = [_piece(labels, leaves, piece) for piece in _split(leaves, count, SPLIT_LABEL)]
+        pieces = [_rebuild_with_parts(labels, leaves, piece) for piece in _split(leaves, count, SPLIT_LABEL)]
     if len(pieces) != count:
         raise ValueError(f"labels were split into {len(pieces)} microbatches, but the inputs into {count}.")
     return pieces
@@ -175,7 +178,7 @@ def split_tensors(value: Any, pieces: Sequence[Any], spec: Any = None) -> list[S
 
 def _split_parts(value: Any, pieces: Sequence[Any]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Tensors that were split, and lists that were split by their items, with their parts."""
-    structure, of_pieces = container_of(value), [container_of(piece) for piece in pieces]
+    structure, of_pieces = open_container(value), [open_container(piece) for piece in pieces]
     # Where the structures of the pieces differ, the value was split as a whole (a list by its items); a part that is
     # the very object of the whole was not split.
     if structure is None or any(part is None or part.keys != structure.keys for part in of_pieces):
@@ -191,13 +194,15 @@ def _split_dim(whole: torch.Tensor, part: torch.Tensor) -> int:
     return next((dim for dim, size in enumerate(whole.shape) if part.shape[dim] != size), 0)
 
 
-def sizes_differ(pieces: Sequence[Any]) -> bool:
+def has_different_sizes(pieces: Sequence[Any]) -> bool:
     """Return whether tensors of some microbatches have other shapes than the first one's.
 
     Args:
         pieces: of each microbatch, any tree.
     """
-    shapes = ([leaf.shape for _, _, leaf in leaves_of(piece) if isinstance(leaf, torch.Tensor)] for piece in pieces)
+    shapes = (
+        [leaf.shape for _, _, leaf in iterate_leaves(piece) if isinstance(leaf, torch.Tensor)] for piece in pieces
+    )
     first = next(shapes, None)
     return any(of_piece != first for of_piece in shapes)
 
@@ -221,13 +226,13 @@ def row_counts(
             return [len(part) for part in parts]
         return [part.shape[_split_dim(whole, parts[0])] for part in parts]
     # One microbatch: nothing was split, so the rows are those that a split would have used.
-    of_args, of_kwargs = batch_leaves(trees_of_inputs(args, kwargs, spec), [])
-    leaves = of_the_batch([*of_args, *of_kwargs])
+    of_args, of_kwargs = find_batch_leaves(trees_of_inputs(args, kwargs, spec), [])
+    leaves = keep_unmatched_inputs_whole([*of_args, *of_kwargs])
     return [next((leaf.rows for leaf in leaves if leaf.dim is not None), 1)]
 
 
 def _rows_of(piece: Any) -> int:
-    tensors = (leaf for _, _, leaf in leaves_of(piece) if isinstance(leaf, torch.Tensor) and leaf.dim())
+    tensors = (leaf for _, _, leaf in iterate_leaves(piece) if isinstance(leaf, torch.Tensor) and leaf.dim())
     first = next(tensors, None)
     return 1 if first is None else first.shape[0]
 
@@ -245,12 +250,14 @@ def check_batch_sizes(
         return
     trees = trees_of_inputs(args, kwargs, inputs_spec)
     of_labels = BatchTree(labels, labels_spec, "labels", option=SPLIT_LABEL)
-    inputs = [leaf for leaves in batch_leaves(trees, [of_labels]) for leaf in leaves]
-    (leaves,) = batch_leaves([of_labels], trees)
-    _size([*of_the_batch(inputs), *leaves], count, SPLIT_INPUT if inputs_spec is None else SPLIT_LABEL)
+    inputs = [leaf for leaves in find_batch_leaves(trees, [of_labels]) for leaf in leaves]
+    (leaves,) = find_batch_leaves([of_labels], trees)
+    _find_batch_size(
+        [*keep_unmatched_inputs_whole(inputs), *leaves], count, SPLIT_INPUT if inputs_spec is None else SPLIT_LABEL
+    )
 
 
-def _size(leaves: Sequence[BatchLeaf], count: int, option: str) -> int:
+def _find_batch_size(leaves: Sequence[BatchLeaf], count: int, option: str) -> int:
     """The batch size, the least where they may differ.
 
     Args:
@@ -285,7 +292,7 @@ def _size(leaves: Sequence[BatchLeaf], count: int, option: str) -> int:
 
 
 def _split(leaves: Sequence[BatchLeaf], count: int, option: str) -> list[list[Any]]:
-    size = _size(leaves, count, option)
+    size = _find_batch_size(leaves, count, option)
     # Fewer rows than microbatches: empty microbatches would give losses of NaN.
     if size < count:
         warnings.warn(
@@ -310,7 +317,7 @@ class Microbatch(NamedTuple):
     labels: Any
 
 
-def given_microbatches(batches: Sequence[Any], most: int, has_loss_fn: bool) -> list[Microbatch]:
+def make_microbatches(batches: Sequence[Any], most: int, has_loss_fn: bool) -> list[Microbatch]:
     """The microbatches of a caller who has split the batch.
 
     Args:
@@ -388,7 +395,7 @@ def check_offsets(inputs: Sequence[tuple[str, Any, bool]]) -> None:
         # The name alone decides for an error, the elements for a warning: reading elements of CUDA tensors would make
         # the host wait.
         others = [other for _, other, _ in inputs if isinstance(other, torch.Tensor) and other is not value]
-        if is_split and _look_like_offsets(value, {size for other in others for size in other.shape}):
+        if is_split and _is_like_offsets(value, {size for other in others for size in other.shape}):
             warnings.warn(
                 f"roundpipe_fx: {label} is split like the batch, since it has as many elements as the batch has rows, "
                 f"but it looks like {what}: it begins with 0, rises, and ends with the size of another input. {say}.",
@@ -396,7 +403,7 @@ def check_offsets(inputs: Sequence[tuple[str, Any, bool]]) -> None:
             )
 
 
-def _look_like_offsets(value: torch.Tensor, sizes: set[int]) -> bool:
+def _is_like_offsets(value: torch.Tensor, sizes: set[int]) -> bool:
     """Test for the elements of offsets; they are read on the CPU only, where the host does not wait for them."""
     if type(value) is not torch.Tensor or value.device.type != "cpu" or len(value) < 3:
         return False

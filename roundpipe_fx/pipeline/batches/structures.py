@@ -55,7 +55,7 @@ class Container:
 _SIMPLE = (torch.Tensor, str, bytes, int, float, complex, type(None), torch.Size, nn.Module, type, PackedSequence)
 
 
-def container_of(value: Any) -> Container | None:
+def open_container(value: Any) -> Container | None:
     """One level of a value; ``None`` for a leaf."""
     if isinstance(value, _SIMPLE):
         return None
@@ -66,22 +66,22 @@ def container_of(value: Any) -> Container | None:
     # A subclass of list may carry tensors in attributes, which `copy.copy` would share between microbatches: it is a
     # leaf then.
     if isinstance(value, (list, deque)):
-        return None if _hides(value, vars_of(value)) else _sequence(value)
+        return None if _has_hidden_tensors(value, attributes_of(value)) else _open_sequence(value)
     known = one_level(value)
     if known is not None:
         return Container(*known)
     if isinstance(value, Mapping):
-        return _mapping(value)
+        return _open_mapping(value)
     if is_dataclass(value):
         # Attributes that a dataclass got after its construction belong to it too; fields come first, in their order.
         names = dict.fromkeys(field.name for field in fields(value) if hasattr(value, field.name))
-        return _record(value, tuple(names | dict.fromkeys(vars_of(value))))
+        return _open_record(value, tuple(names | dict.fromkeys(attributes_of(value))))
     if isinstance(value, types.SimpleNamespace):
-        return _record(value, tuple(vars(value)))
-    return _cache(value)
+        return _open_record(value, tuple(vars(value)))
+    return _open_cache(value)
 
 
-def _sequence(value: Any) -> Container:
+def _open_sequence(value: Any) -> Container:
     def rebuild(parts: Sequence[Any]) -> Any:
         # Copied first, so that what a subclass keeps beside its items survives; its items are replaced.
         made = copy.copy(value)
@@ -92,19 +92,19 @@ def _sequence(value: Any) -> Container:
     return Container(tuple(range(len(value))), tuple(value), rebuild, is_sequence=True)
 
 
-def _mapping(value: Mapping[Any, Any]) -> Container | None:
+def _open_mapping(value: Mapping[Any, Any]) -> Container | None:
     keys = tuple(value)
     parts = tuple(value[key] for key in keys)
     if isinstance(value, types.MappingProxyType):
         return Container(keys, parts, lambda parts: types.MappingProxyType(dict(zip(keys, parts, strict=True))))
-    attributes = vars_of(value)
+    attributes = attributes_of(value)
     # `class Batch(dict)` with `self.__dict__ = self`: attributes and items are one mapping, and have to be one in the
     # copy.
     is_its_attributes = attributes is value
     extra = {} if is_its_attributes else dict(attributes)
     if isinstance(value, UserDict):
         extra.pop("data", None)
-    if not isinstance(value, MutableMapping) or _hides(value, extra):
+    if not isinstance(value, MutableMapping) or _has_hidden_tensors(value, extra):
         return None
 
     def rebuild(parts: Sequence[Any]) -> Any:
@@ -118,7 +118,7 @@ def _mapping(value: Mapping[Any, Any]) -> Container | None:
     return Container(keys, parts, rebuild)
 
 
-def _record(value: Any, names: tuple[str, ...]) -> Container:
+def _open_record(value: Any, names: tuple[str, ...]) -> Container:
     def rebuild(parts: Sequence[Any]) -> Any:
         made = copy.copy(value)
         for name, part in zip(names, parts, strict=True):
@@ -131,15 +131,17 @@ def _record(value: Any, names: tuple[str, ...]) -> Container:
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
-def _cache(value: Any) -> Container | None:
+def _open_cache(value: Any) -> Container | None:
     """Keys and values of the layers of Hugging Face's cache; what else it has does not depend on the rows."""
     kind = type(value)
     if kind.__module__ != "transformers.cache_utils":
         return None
     if kind.__name__ in _LAYERS:
-        return _record(value, tuple(name for name in ("keys", "values") if torch.is_tensor(getattr(value, name, None))))
+        return _open_record(
+            value, tuple(name for name in ("keys", "values") if torch.is_tensor(getattr(value, name, None)))
+        )
     if kind.__name__ == "EncoderDecoderCache":
-        return _record(value, ("self_attention_cache", "cross_attention_cache"))
+        return _open_record(value, ("self_attention_cache", "cross_attention_cache"))
     if kind.__name__ != "DynamicCache" or any(type(layer).__name__ not in _LAYERS for layer in value.layers):
         return None
     layers = tuple(value.layers)
@@ -152,7 +154,7 @@ def _cache(value: Any) -> Container | None:
     return Container(tuple(f"layers[{index}]" for index in range(len(layers))), layers, rebuild, has_attributes=True)
 
 
-def vars_of(value: Any) -> Mapping[str, Any]:
+def attributes_of(value: Any) -> Mapping[str, Any]:
     """The attributes of an object that are its own, those in slots included."""
     attributes = getattr(value, "__dict__", None)
     slots = {
@@ -170,7 +172,7 @@ def _slots_of(kind: type) -> Sequence[str]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _hides(value: Any, extra: Mapping[str, Any]) -> bool:
+def _has_hidden_tensors(value: Any, extra: Mapping[str, Any]) -> bool:
     """Return whether attributes of a container hold tensors beside its items."""
     return bool(extra) and extra is not value and holds_tensors(dict(extra))
 
@@ -196,28 +198,28 @@ def holds_tensors(value: Any) -> bool:
         elif isinstance(item, (list, tuple, set, frozenset, deque)):
             left += item
         # Attributes of dictionaries and lists too (a subclass may have some).
-        left += vars_of(item).values()
+        left += attributes_of(item).values()
     return False
 
 
-def leaves_of(value: Any, stops: Callable[[Path, Any], bool] | None = None) -> Iterator[tuple[Path, str, Any]]:
+def iterate_leaves(value: Any, stops: Callable[[Path, Any], bool] | None = None) -> Iterator[tuple[Path, str, Any]]:
     """The leaves of a value: path, how a program would refer to it, and the leaf.
 
     Args:
         stops: tells of a part with this path that it is a leaf.
     """
-    return _leaves(value, (), "", stops)
+    return _iterate_leaves(value, (), "", stops)
 
 
-def _leaves(
+def _iterate_leaves(
     value: Any, path: Path, text: str, stops: Callable[[Path, Any], bool] | None
 ) -> Iterator[tuple[Path, str, Any]]:
-    structure = None if stops is not None and stops(path, value) else container_of(value)
+    structure = None if stops is not None and stops(path, value) else open_container(value)
     if structure is None:
         yield path, text, value
         return
     for key, part in zip(structure.keys, structure.parts, strict=True):
-        yield from _leaves(part, (*path, key), text + structure.text_of(key), stops)
+        yield from _iterate_leaves(part, (*path, key), text + structure.text_of(key), stops)
 
 
 def map_leaves(
@@ -232,7 +234,7 @@ def map_leaves(
         function: called with the path and the leaf.
         path: put before each path.
     """
-    structure = None if stops is not None and stops(path, value) else container_of(value)
+    structure = None if stops is not None and stops(path, value) else open_container(value)
     if structure is None:
         return function(path, value)
     parts = [
@@ -248,18 +250,18 @@ BY_CONVENTION = object()
 """Stands for a part of which no specification tells."""
 
 
-def specs_of(spec: Any) -> list[tuple[Path, str, Any]]:
+def parse_specs(spec: Any) -> list[tuple[Path, str, Any]]:
     """The parts of a specification, with the paths of what they are for; none: by convention."""
     if spec is None:
         return []
-    return list(leaves_of(spec, lambda _, item: item is None or _is_spec(item)))
+    return list(iterate_leaves(spec, lambda _, item: item is None or _is_spec(item)))
 
 
-def spread(spec: Any, value: Any) -> dict[Path, Any]:
+def broadcast_specs(spec: Any, value: Any) -> dict[Path, Any]:
     """The spec expanded to every leaf."""
-    specs = specs_of(spec)
+    specs = parse_specs(spec)
     by_path = {}
-    for path, _, _ in leaves_of(value) if specs else ():
+    for path, _, _ in iterate_leaves(value) if specs else ():
         # The first specification that is a prefix of the path decides: `(0, None)` specifies all leaves below index 0
         # with 0.
         above = [item for prefix, _, item in specs if path[: len(prefix)] == prefix]
@@ -272,7 +274,7 @@ def _is_spec(item: Any) -> bool:
     return isinstance(item, int) or hasattr(item, "split_dim") or hasattr(item, "reduce_fn") or is_replicate_spec(item)
 
 
-def dim_of(spec: Any) -> int | None:
+def parse_split_dim(spec: Any) -> int | None:
     """The dimension that a specification names; ``None``: the same for every microbatch.
 
     Raises:

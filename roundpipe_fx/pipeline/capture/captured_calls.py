@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph, primals_read
+from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph, find_read_primals
 from roundpipe_fx.pipeline.settings import StepCompileState, StepSetting
 from roundpipe_fx.runtime.bridge import capture_call
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, Source
@@ -63,7 +63,7 @@ def capture_calls(
         graphs.append(graph)
         primals.append(arguments)
         structure = graphs[0].pipeline.structure
-        if graph is not graphs[0] and not _are_cut_alike(graphs[0], graph):
+        if graph is not graphs[0] and not _is_cut_alike(graphs[0], graph):
             # Remembered, so that the next step cuts every graph alike from the beginning.
             compile_state.kept[gradients] = structure
             raise UnlikeStagesError(
@@ -88,8 +88,8 @@ def check_unchanged(captured: CapturedCalls, index: int, graph: PipelinedGraph, 
     before, arguments_now = captured.graphs[index], captured.primals[index]
     # Several graphs for different sizes may fit a microbatch, and Dynamo may use any of them.
     known = any(graph is other for other in captured.graphs)
-    same = known or any(_work(graph) == _work(other) for other in captured.graphs)
-    inputs = ((graph.numbers, before.numbers, _same_number), (graph.tensors, before.tensors, _same_tensor))
+    same = known or any(_work_key(graph) == _work_key(other) for other in captured.graphs)
+    inputs = ((graph.numbers, before.numbers, _is_same_number), (graph.tensors, before.tensors, _is_same_tensor))
     for positions, others, alike in inputs:
         if len(positions) == len(others):  # a graph for a single size has no inputs for sizes
             same = same and all(map(alike, [arguments[p] for p in positions], [arguments_now[p] for p in others]))
@@ -102,33 +102,35 @@ def check_unchanged(captured: CapturedCalls, index: int, graph: PipelinedGraph, 
         )
 
 
-def _same_tensor(now: torch.Tensor, then: torch.Tensor) -> bool:
+def _is_same_tensor(now: torch.Tensor, then: torch.Tensor) -> bool:
     """Test for the same tensor: one that is updated in place stays the same, a newly assigned one does not."""
     return now is then or now.is_set_to(then)
 
 
-def _same_number(now: Any, then: Any) -> bool:
+def _is_same_number(now: Any, then: Any) -> bool:
     """Return whether two numbers are the same, tensors or not."""
     now, then = (value.item() if isinstance(value, torch.Tensor) else value for value in (now, then))
     return bool(now == then or (now != now and then != then))
 
 
-def _work(graph: PipelinedGraph) -> list[Any]:
+def _work_key(graph: PipelinedGraph) -> list[Any]:
     """A key that is equal for graphs that compute the same; one may have more inputs, which it does not read."""
     # Numbers among the inputs that are read: Dynamo may pass inputs that a graph ignores, and two graphs may differ in
     # these.
-    primals = {position: index for index, position in enumerate(primals_read((graph.main, graph.last)))}
+    primals = {position: index for index, position in enumerate(find_read_primals((graph.main, graph.last)))}
     works = []
     for variant, program in ((graph.pipeline.main, graph.main), (graph.pipeline.last, graph.last)):
         gradients = [position for position, gradient in enumerate(program.gradients) if gradient.source is not None]
         numbers = {"primal": primals, "sum": {position: index for index, position in enumerate(gradients)}}
         # Equal fingerprints, equal wiring, equal outputs and equal updates: the same computation.
-        sources = {step: [_numbered(source, numbers) for source in code.inputs] for step, code in program.steps.items()}
+        sources = {
+            step: [_renumber_source(source, numbers) for source in code.inputs] for step, code in program.steps.items()
+        }
         works.append(
             (
                 {step: module.fingerprint for step, module in variant.steps.modules.items()},
                 {step: (sources[step], code.outputs) for step, code in program.steps.items()},
-                [_numbered(source, numbers) for source in program.outputs],
+                [_renumber_source(source, numbers) for source in program.outputs],
                 [
                     (primals[gradient.primal], gradient.source)
                     for gradient in map(program.gradients.__getitem__, gradients)
@@ -139,14 +141,14 @@ def _work(graph: PipelinedGraph) -> list[Any]:
     return works
 
 
-def _numbered(source: Source | None, numbers: dict[str, dict[int, int]]) -> Source | None:
+def _renumber_source(source: Source | None, numbers: dict[str, dict[int, int]]) -> Source | None:
     """A source with the number that its index has among those of its kind."""
     if source is None or source.kind not in numbers:
         return source
     return Source(source.kind, numbers[source.kind][source.index])
 
 
-def _are_cut_alike(first: PipelinedGraph, other: PipelinedGraph) -> bool:
+def _is_cut_alike(first: PipelinedGraph, other: PipelinedGraph) -> bool:
     """Return whether microbatches have the same stages: one schedule runs them all."""
     # In a backward a stage may have nothing to do for one shape: a sum over a single row is no operation.
     forwards, others = ({s for s in g.main.steps if s[0] is ActionKind.FORWARD} for g in (first, other))

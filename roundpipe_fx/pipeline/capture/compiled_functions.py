@@ -30,42 +30,46 @@ def functions_of(model: nn.Module) -> dict[str, Callable[..., Any]]:
         return model.forward(*args, **kwargs)
 
     def call_loss(loss_fn: Any, labelled: bool, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any) -> Any:
-        return _loss(loss_fn, labelled, model(*args, **kwargs), label)
+        return _compute_loss(loss_fn, labelled, model(*args, **kwargs), label)
 
     def call_outputs(loss_fn: Any, labelled: bool, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any) -> Any:
         output = model(*args, **kwargs)
-        return _loss(loss_fn, labelled, output, label), tree_map(detached, output)
+        return _compute_loss(loss_fn, labelled, output, label), tree_map(detach_if_tensor, output)
 
-    return {"model": _own_code(call_model), "loss": _own_code(call_loss), "outputs": _own_code(call_outputs)}
+    return {
+        "model": _copy_with_code(call_model),
+        "loss": _copy_with_code(call_loss),
+        "outputs": _copy_with_code(call_outputs),
+    }
 
 
-def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+def _copy_with_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy with its own code object: Dynamo caches by code object, at most eight entries each."""
     return types.FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
     )
 
 
-def _loss(loss_fn: Any, labelled: bool, output: Any, label: Any) -> Any:
+def _compute_loss(loss_fn: Any, labelled: bool, output: Any, label: Any) -> Any:
     # Without a variable for the loss: Dynamo would name its node so, and what steps have shown of a graph, which is
     # known by its text, would not hold for the same graph without a mark.
     if loss_fn is not None:
-        return _marked(loss_fn(output, label) if labelled else loss_fn(output))
+        return _mark_if_tensor(loss_fn(output, label) if labelled else loss_fn(output))
     if isinstance(output, torch.Tensor):
-        return _marked(output)
-    return _marked(output[0] if isinstance(output, tuple) else output.loss)
+        return _mark_if_tensor(output)
+    return _mark_if_tensor(output[0] if isinstance(output, tuple) else output.loss)
 
 
-def _marked(value: Any) -> Any:
+def _mark_if_tensor(value: Any) -> Any:
     return mark_loss(value) if isinstance(value, torch.Tensor) else value
 
 
-def detached(value: Any) -> Any:
+def detach_if_tensor(value: Any) -> Any:
     """A tensor without its history; anything else as it is."""
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def loss_output(graph: PipelinedGraph, loss_fn: Any) -> int:
+def find_loss_output(graph: PipelinedGraph, loss_fn: Any) -> int:
     """Number of the output that is the loss."""
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__) if loss_fn is not None else "the model"
     losses = [position for position in graph.main.tangents if position not in graph.main.mutations]
@@ -99,33 +103,33 @@ _NAMED = 3
 """Most names of modules in a message."""
 
 
-def explaining_breaks(model: nn.Module, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+def call_explaining_breaks(model: nn.Module, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Call a function, and say what to do if the model cannot be traced as one graph."""
     try:
         return call(*args, **kwargs)
     except Exception as error:
         if is_graph_break(error) and _NEEDED not in str(error):
-            cause = next(_causes(model, str(error)))
+            cause = next(_find_causes(model, str(error)))
             error.args = (f"{_NEEDED}: {cause.partition(':')[0]}.\n{error}", *error.args[1:])
             error.add_note(f"roundpipe_fx: {_NEEDED}. Cause: {cause} {_OTHERWISE}")
         raise
 
 
-def _causes(model: nn.Module, text: str) -> Iterator[str]:
+def _find_causes(model: nn.Module, text: str) -> Iterator[str]:
     """Possible causes of the graph's end, and what to do; the most certain first."""
     modules = [(name or "the model", module) for name, module in model.named_modules()]
     offloaded = [name for name, module in modules if hasattr(module, "_hf_hook")]
     if offloaded:
         yield (
-            f"accelerate's hooks, as of {_names(offloaded)}: load the model without device_map= and cpu_offload, or "
-            "take them off with accelerate.hooks.remove_hook_from_submodules(model). devices=['cuda:0'] offloads a "
+            f"accelerate's hooks, as of {_quote_names(offloaded)}: load the model without device_map= and cpu_offload, "
+            "or remove them with accelerate.hooks.remove_hook_from_submodules(model). devices=['cuda:0'] offloads a "
             "model that lies on the CPU as a whole."
         )
     hooked = [name for name, module in modules if module._backward_hooks or module._backward_pre_hooks]
     if hooked and re.search("[Bb]ackwards? hooks|grad_fn", text):
         yield (
-            f"backward hooks of {_names(hooked)}: remove them. Hooks on the whole model, outside of forward_backward, "
-            "and on parameters (parameter.register_hook) work."
+            f"backward hooks of {_quote_names(hooked)}: remove them. Hooks on the whole model, outside of "
+            "forward_backward, and on parameters (parameter.register_hook) work."
         )
     if re.search(r"\bRandom\.\w+|\brandom\.\w+\(|built-in method random", text):
         yield (
@@ -142,6 +146,6 @@ def _causes(model: nn.Module, text: str) -> Iterator[str]:
     yield "what the text of this error names, at the line of your model that it has: change or remove that."
 
 
-def _names(names: list[str]) -> str:
+def _quote_names(names: list[str]) -> str:
     more = len(names) - _NAMED
     return ", ".join(map(repr, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")

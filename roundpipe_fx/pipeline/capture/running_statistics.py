@@ -53,7 +53,7 @@ def _forward(layer: AnyBatchNorm, sums: _Sums, x: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def deferred(model: nn.Module) -> Iterator[None]:
+def defer_statistics(model: nn.Module) -> Iterator[None]:
     """Context manager in which batch norm layers of ``model`` accumulate sums; on exit without an error they update
     statistics."""
     layers = [
@@ -102,7 +102,7 @@ def _update(layer: AnyBatchNorm, sums: _Sums) -> None:
 
 
 @contextlib.contextmanager
-def cumulative(model: nn.Module) -> Iterator[None]:
+def trace_cumulative_statistics(model: nn.Module) -> Iterator[None]:
     """Context manager in which layers of ``model`` with cumulative statistics can be traced in one graph.
 
     Layers with a ``forward`` of their own are left as they are.

@@ -58,7 +58,7 @@ def receivers_of(
     return {key: Receiver(value, get_gradient_edge(value)) for key, value in pairs.items() if value.requires_grad}
 
 
-def gather(gradients: dict[int, torch.Tensor], splits: Sequence[SplitTensor]) -> None:
+def concatenate_split_gradients(gradients: dict[int, torch.Tensor], splits: Sequence[SplitTensor]) -> None:
     """Concatenate the gradients of tensors from those of their parts, which are removed.
 
     Autograd would allocate one of the whole batch's size for each part, and add them up.
@@ -88,7 +88,7 @@ def hand_to_autograd(
     Autograd copies the gradient that it is given for a leaf without one, so a gradient that only the step refers to
     becomes ``.grad`` directly, unless there are hooks.
     """
-    unshared = _unshared(primals, outputs, gradients)
+    unshared = _find_unshared(primals, outputs, gradients)
     edges, rest = [], []
     for key, receiver in receivers.items():
         gradient = gradients.pop(key, None)
@@ -124,7 +124,7 @@ def loss_with_gradients(
 
     ``gradients`` is emptied. Parameters without a gradient are not part of the loss's graph.
     """
-    unshared = _unshared(primals, outputs, gradients)
+    unshared = _find_unshared(primals, outputs, gradients)
     # Autograd stores a gradient without other references as ``.grad``, even if its memory is shared.
     with_gradients = [
         (receiver.tensor, gradients.pop(key), key in unshared)
@@ -151,7 +151,7 @@ class _Ready(torch.autograd.Function):
         return (None, None, *gradients)
 
 
-def _unshared(
+def _find_unshared(
     primals: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any]], gradients: Mapping[int, torch.Tensor]
 ) -> Collection[int]:
     """The gradients whose elements are no others', and which use all their memory: each alone, or those together that
@@ -172,12 +172,12 @@ def _unshared(
     unshared: set[int] = set()
     for storage, of_storage in by_storage.items():
         rows_alone = len(of_storage) == 1 and of_storage.keys() <= padded.keys()
-        if storage not in others and (rows_alone or _fill([*of_storage.values()])):
+        if storage not in others and (rows_alone or _is_filled_once([*of_storage.values()])):
             unshared |= of_storage.keys()
     return unshared
 
 
-def _fill(values: Sequence[torch.Tensor]) -> bool:
+def _is_filled_once(values: Sequence[torch.Tensor]) -> bool:
     """Return whether tensors in the same memory have different elements, and leave none of it but what aligns them."""
     if len(values) == 1:
         return values[0].untyped_storage().nbytes() == values[0].nbytes

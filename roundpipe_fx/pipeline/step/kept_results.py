@@ -1,9 +1,10 @@
 """Kept results: tensors of a forward that the model does not return, but keeps in attributes, lists or its hooks.
 
-A call of a pipelined model gets results that were computed elsewhere, from a graph that autograd must not
-differentiate. In what the model returns the step's own results take their place (:func:`own_result`); so they do in
-what it keeps. An auxiliary loss in an attribute is then differentiated as eagerly. With several microbatches it is the
-last one's, so differentiating it is an error, and a warning names what differs from one microbatch to the next.
+A call of a pipelined model receives results that workers have computed, in a graph that autograd must not
+differentiate. The step's own results replace them in the model's return value (:func:`find_step_result`) and in the
+attributes that its forward sets. An auxiliary loss in an attribute can then be differentiated, as in eager mode. With
+several microbatches it is the last one's: differentiating it is an error, and a warning names the attributes that
+differ between microbatches.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_fx.pipeline.batches.structures import map_leaves, vars_of
+from roundpipe_fx.pipeline.batches.structures import attributes_of, map_leaves
 
 _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Returned results that are differentiated, and the step's own."""
@@ -45,10 +46,12 @@ class KeptResults:
         Returns:
             the output, and what the model keeps, detached, by name.
         """
-        result_of = functools.partial(own_result, pairs)
+        result_of = functools.partial(find_step_result, pairs)
         if pairs:
             seen: set[int] = set()
-            output = map_leaves(lambda _, leaf: _replaced(leaf, lambda value, _: result_of(value), "", seen), output)
+            output = map_leaves(
+                lambda _, leaf: _replace_tensors(leaf, lambda value, _: result_of(value), "", seen), output
+            )
         kept: dict[str, torch.Tensor] = {}
         # With one microbatch and no gradient, what the model keeps is right as it is.
         if self._keeps_nothing(graph) or (microbatches == 1 and not pairs):
@@ -77,7 +80,7 @@ class KeptResults:
                 label = f"{path}.{name}".lstrip(".")
                 if name in _HOOKS or name == "_buffers":
                     label = f"{path or type(module).__name__} (a hook or buffer)"
-                new = _replaced(value, replace, label, seen)
+                new = _replace_tensors(value, replace, label, seen)
                 if new is not value:
                     vars(module)[name] = new
         return output, kept
@@ -121,7 +124,7 @@ class KeptResults:
         return any(parameter.shape == value.shape for parameter in module.parameters(recurse=False))
 
 
-def own_result(pairs: _Pairs, value: Any) -> Any:
+def find_step_result(pairs: _Pairs, value: Any) -> Any:
     """The step's own result for a tensor that AOTAutograd has derived from it: the result itself, or a view of its
     memory.
 
@@ -166,7 +169,7 @@ _DEEPEST = 50
 """Levels of objects in one another that are searched."""
 
 
-def _replaced(
+def _replace_tensors(
     value: Any, replace: Callable[[torch.Tensor, str], torch.Tensor], name: str, seen: set[int], depth: int = 0
 ) -> Any:
     """A value in which tensors are replaced: itself, changed in place, or a new one for a tensor or a tuple.
@@ -187,30 +190,30 @@ def _replaced(
     seen.add(id(value))
     # Tuples cannot be changed in place: a new one of the same type, and only if an item was replaced.
     if isinstance(value, tuple):
-        items = [_replaced(item, replace, name, seen, depth) for item in value]
+        items = [_replace_tensors(item, replace, name, seen, depth) for item in value]
         if all(new is item for new, item in zip(items, value, strict=True)):
             return value
         return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
     if isinstance(value, (dict, UserDict)):
         for key, item in [*value.items()]:
-            new = _replaced(item, replace, name, seen, depth)
+            new = _replace_tensors(item, replace, name, seen, depth)
             if new is not item:
                 value[key] = new
     elif isinstance(value, (list, deque)):
         for index, item in enumerate(value):
-            new = _replaced(item, replace, name, seen, depth)
+            new = _replace_tensors(item, replace, name, seen, depth)
             if new is not item:
                 value[index] = new
     # A hook may keep results in a closure (`outputs.append`): lists are changed in place, so the hook sees the new
     # ones.
     for cell in getattr(value, "__closure__", None) or ():  # of a hook
         with contextlib.suppress(ValueError):  # it is empty
-            _replaced(cell.cell_contents, replace, name, seen, depth)
+            _replace_tensors(cell.cell_contents, replace, name, seen, depth)
     if isinstance(value, types.MethodType):
-        _replaced(value.__self__, replace, name, seen, depth)
+        _replace_tensors(value.__self__, replace, name, seen, depth)
         return value
-    for attribute, item in [*vars_of(value).items()]:
-        new = _replaced(item, replace, name, seen, depth)
+    for attribute, item in [*attributes_of(value).items()]:
+        new = _replace_tensors(item, replace, name, seen, depth)
         if new is not item:
             object.__setattr__(value, attribute, new)
     return value

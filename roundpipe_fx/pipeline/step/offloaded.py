@@ -33,7 +33,7 @@ _NOT_PINNED = (
 )
 
 
-def placed(mode: Local, modules: Sequence[nn.Module], extra: Iterable[torch.Tensor] = ()) -> Local:
+def make_mode(mode: Local, modules: Sequence[nn.Module], extra: Iterable[torch.Tensor] = ()) -> Local:
     """The mode of a step: offloaded, if a model is on the host while its workers are not.
 
     Args:
@@ -203,12 +203,12 @@ class Offloaded(Local):
         cached = self._without_memory.get(key)
         # One tensor for each of the model's, made once; its memory is given back at once, so it takes none between the
         # steps.
-        if cached is None or not _alike(cached[0], value):
+        if cached is None or not _has_same_layout(cached[0], value):
             made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device)
             cached = self._without_memory[key] = made, made.untyped_storage().nbytes()
             made.untyped_storage().resize_(0)
         return cached
 
 
-def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+def _has_same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
     return (first.shape, first.stride(), first.dtype) == (second.shape, second.stride(), second.dtype)

@@ -19,7 +19,7 @@ from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, plan_or_error
 from roundpipe_fx.pipeline.capture.captured_calls import CapturedCalls
 from roundpipe_fx.pipeline.host_memory import check_host_memory, host_budget_of, host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
-from roundpipe_fx.pipeline.pipelined_graph import union
+from roundpipe_fx.pipeline.pipelined_graph import merge_stage_graphs
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, instructions_of
 from roundpipe_fx.runtime.value_offloading import OffloadSteps, offload_steps_of
 from roundpipe_fx.schedules import Action, ActionKind, Schedule, StageGraph, StepCosts, simulate_time
@@ -35,7 +35,7 @@ class UnequalMicrobatchesError(InfeasibleBudgetError):
         unfitting: how far they do not.
     """
 
-    def __init__(self, unfitting: Unfitting) -> None:
+    def __init__(self, unfitting: UnequalMicrobatches) -> None:
         needed, allowed = unfitting.needed, unfitting.allowed
         super().__init__(
             f"microbatches of different sizes need {needed} bytes ({bytes_text(needed)}) on a device together, and "
@@ -46,7 +46,7 @@ class UnequalMicrobatchesError(InfeasibleBudgetError):
         self.unfitting = unfitting
 
 
-def costs_of_others(pipelines: Sequence[LoweredPipeline]) -> dict[int, StepCosts]:
+def costs_of_other_sizes(pipelines: Sequence[LoweredPipeline]) -> dict[int, StepCosts]:
     """Costs of the microbatches that differ from the first, by index.
 
     Args:
@@ -56,7 +56,7 @@ def costs_of_others(pipelines: Sequence[LoweredPipeline]) -> dict[int, StepCosts
     return {batch: pipeline.main.costs for batch, pipeline in enumerate(pipelines) if pipeline.main.costs is not main}
 
 
-def check_together(
+def check_memory_together(
     schedule: Schedule,
     graph: StageGraph,
     pipelines: Sequence[LoweredPipeline],
@@ -76,7 +76,7 @@ def check_together(
         InfeasibleBudgetError: all have one size, which was refused.
         UnequalMicrobatchesError: it is more than a device is allowed.
     """
-    first, others = pipelines[0], costs_of_others(pipelines)
+    first, others = pipelines[0], costs_of_other_sizes(pipelines)
     if not others:
         # All microbatches are alike, and the plan was made for this very count: only its own refusal can be left.
         if first.refused is not None and first.allowed is not None and first.refused.minimum > first.allowed:
@@ -88,7 +88,7 @@ def check_together(
     if first.allowed is not None and needed > first.allowed:
         # If every microbatch is already at its smallest plan, the sum is the least budget there is.
         least = all(pipeline.refused is not None for pipeline in pipelines)
-        raise UnequalMicrobatchesError(Unfitting(needed, first.allowed, least))
+        raise UnequalMicrobatchesError(UnequalMicrobatches(needed, first.allowed, least))
     if first.offload is not None:
         check_host_memory(host_memory_of(first, timing, first.pipelining), host_budget_of(first, first.pipelining))
 
@@ -107,7 +107,7 @@ class Scheduled(NamedTuple):
     programs: list[PipelineProgram]
 
 
-def scheduled_run(captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None) -> Scheduled:
+def schedule_run(captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None) -> Scheduled:
     """Work out what workers run.
 
     Args:
@@ -118,26 +118,26 @@ def scheduled_run(captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None)
         InvalidScheduleError: a given schedule does not fit.
         UnequalMicrobatchesError: the microbatches do not fit together.
     """
-    graph = union([program.graph for program in captured.programs])
+    graph = merge_stage_graphs([program.graph for program in captured.programs])
     pipeline = captured.graphs[0].pipeline
     whole = pipeline.schedule(graph, len(captured.programs))
     pipelines = [of_batch.pipeline for of_batch in captured.graphs]
-    others = costs_of_others(pipelines)
+    others = costs_of_other_sizes(pipelines)
     # A run of forwards alone cannot keep values on the host unless the backwards follow as a second run of the same
     # order.
     offloads = pipeline.offloads(whole, graph, others) if kinds is None or whole.forwards_before_backwards else []
     kept = pipeline.kept(whole, graph, others)
-    check_together(whole, graph, pipelines, offloads, kept)
+    check_memory_together(whole, graph, pipelines, offloads, kept)
     schedule = whole if kinds is None else whole.only(*kinds)
     # Forwards have to know what the later backwards read, or they would free it.
     later = whole.only(*KINDS[1:]) if kinds == (ActionKind.FORWARD,) else None
     instructions = instructions_of(schedule, captured.programs, later)
     steps = offload_steps_of(whole, instructions, offloads, kinds) if offloads else []
     # The programs are referred to, so that their identities are not reused.
-    return Scheduled(instructions, steps, kept_of(whole, instructions, kept), captured.programs)
+    return Scheduled(instructions, steps, find_kept_gathered(whole, instructions, kept), captured.programs)
 
 
-def reads_left_elsewhere(instructions: Sequence[Sequence[Instruction]]) -> Action | None:
+def find_unreachable_read(instructions: Sequence[Sequence[Instruction]]) -> Action | None:
     """An action of the backward that reads what only another device has when all forwards are done; ``None``: there is
     none.
 
@@ -167,7 +167,7 @@ def _values_read(instruction: Instruction) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Unfitting:
+class UnequalMicrobatches:
     """Microbatches of different sizes that were planned separately, and do not fit together.
 
     Attributes:
@@ -181,7 +181,7 @@ class Unfitting:
     least: bool
 
 
-def kept_of(
+def find_kept_gathered(
     schedule: Schedule, instructions: Sequence[Sequence[Instruction]], kept: Sequence[KeptGathered]
 ) -> list[list[KeptGathered]]:
     """Tensors that stay gathered on each rank, by positions of its instructions.

@@ -22,11 +22,11 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.pipeline.batches.microbatch import (
     SplitTensor,
     check_batch_sizes,
-    given_microbatches,
+    has_different_sizes,
+    make_microbatches,
     merge,
     refuse_jagged,
     row_counts,
-    sizes_differ,
     split_inputs,
     split_labels,
     split_tensors,
@@ -34,11 +34,20 @@ from roundpipe_fx.pipeline.batches.microbatch import (
 )
 from roundpipe_fx.pipeline.batches.structures import map_leaves
 from roundpipe_fx.pipeline.capture.captured_calls import CapturedCalls, TracedStep, capture_calls, check_unchanged
-from roundpipe_fx.pipeline.capture.compiled_functions import detached, explaining_breaks, functions_of, loss_output
-from roundpipe_fx.pipeline.capture.running_statistics import cumulative, deferred, tensors_of_sums
+from roundpipe_fx.pipeline.capture.compiled_functions import (
+    call_explaining_breaks,
+    detach_if_tensor,
+    find_loss_output,
+    functions_of,
+)
+from roundpipe_fx.pipeline.capture.running_statistics import (
+    defer_statistics,
+    tensors_of_sums,
+    trace_cumulative_statistics,
+)
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState, StepSetting
 from roundpipe_fx.pipeline.step.gradients import (
-    gather,
+    concatenate_split_gradients,
     gradients_of_loss,
     hand_to_autograd,
     loss_with_gradients,
@@ -46,10 +55,10 @@ from roundpipe_fx.pipeline.step.gradients import (
 )
 from roundpipe_fx.pipeline.step.kept_results import KeptResults
 from roundpipe_fx.pipeline.step.local import Local
-from roundpipe_fx.pipeline.step.offloaded import placed
-from roundpipe_fx.pipeline.step.scheduled import Scheduled, scheduled_run
-from roundpipe_fx.pipeline.step.through_autograd import CallsAlive, through_autograd
-from roundpipe_fx.pipeline.step.updating import updating
+from roundpipe_fx.pipeline.step.offloaded import make_mode
+from roundpipe_fx.pipeline.step.scheduled import Scheduled, schedule_run
+from roundpipe_fx.pipeline.step.through_autograd import CallsAlive, run_through_autograd
+from roundpipe_fx.pipeline.step.updating import update_during_step
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.bridge import NothingCompiled, return_results
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
@@ -176,15 +185,15 @@ class Pipeline:
             )
             splits = made.splits
             receivers = receivers_of(captured.primals, splits, self._mode.receivers())
-            losses = [loss_output(graph, loss_fn) for graph in captured.graphs]
+            losses = [find_loss_output(graph, loss_fn) for graph in captured.graphs]
             of_each = zip(captured.graphs, losses, captured.primals, weights, strict=True)
             tangents = [gradients_of_loss(*of_one) for of_one in of_each]
             updatable = self._mode.updatable
-            with updating(
+            with update_during_step(
                 self._optimized, step_inputs.optimizer, step_inputs.synchronize, captured, updatable
             ) as updates:
                 finished = self._run(captured, tangents, None, [], updates)
-                gather(finished.gradients, splits)
+                concatenate_split_gradients(finished.gradients, splits)
                 total = weighted_sum(
                     [of_batch[position] for of_batch, position in zip(finished.outputs, losses, strict=True)], weights
                 )
@@ -194,7 +203,7 @@ class Pipeline:
                 outputs = self._model_outputs(captured, finished.outputs)
                 merged = None
                 if step_inputs.return_outputs:  # before gradients are handed over: it may be an error
-                    parts = [map_leaves(lambda _, value: detached(value), output) for _, output in outputs]
+                    parts = [map_leaves(lambda _, value: detach_if_tensor(value), output) for _, output in outputs]
                     merged = merge(parts, self._splitting.outputs, weights, made.rows)
                 self._mode.before_gradients(captured)
                 hand_to_autograd(*ready)
@@ -225,7 +234,7 @@ class Pipeline:
             # again then, with the values that the forwards left.
             run = functools.partial(self._run_part, captured)
             self._mode.refuse_backward_elsewhere(captured, self._scheduled)
-            results, of_outputs = through_autograd(captured, made.splits, run, self._alive, self._mode.receivers())
+            results, of_outputs = run_through_autograd(captured, made.splits, run, self._alive, self._mode.receivers())
             outputs = self._model_outputs(captured, results, of_outputs)
         return self._mode.to_model(merge(outputs, self._splitting.outputs, weights, made.rows))
 
@@ -298,7 +307,7 @@ class Pipeline:
         """A call for each microbatch of a step with its loss."""
         args, kwargs, labels, loss_fn = step_inputs.args, step_inputs.kwargs, step_inputs.labels, step_inputs.loss_fn
         if step_inputs.microbatches is not None:
-            return self._calls_of_given(step_inputs.microbatches, loss_fn, kind)
+            return self._calls_of_microbatches(step_inputs.microbatches, loss_fn, kind)
         if labels is not None and loss_fn is None:
             kwargs, labels = {**kwargs, "labels": labels}, None  # a model that takes its labels itself
         self._refuse_jagged((args, kwargs))
@@ -319,9 +328,9 @@ class Pipeline:
         if self._splitting.inputs is None:
             refuse_jagged(inputs)
 
-    def _calls_of_given(self, microbatches: Sequence[Any], loss_fn: Any, kind: str) -> _StepCalls:
+    def _calls_of_microbatches(self, microbatches: Sequence[Any], loss_fn: Any, kind: str) -> _StepCalls:
         """A call for each microbatch that the caller has split."""
-        split_already = given_microbatches(microbatches, self.settings.microbatches, loss_fn is not None)
+        split_already = make_microbatches(microbatches, self.settings.microbatches, loss_fn is not None)
         calls = [
             functools.partial(self.compiled[kind], loss_fn, one.labels is not None, one.args, one.kwargs, one.labels)
             for one in split_already
@@ -376,7 +385,7 @@ class Pipeline:
         extra = tensors_of_sums(self._model) if self._deferred else ()
         # A model can be moved between steps, so where it is, is looked up before each one.
         before = self._mode
-        self._mode = placed(before, modules, extra)
+        self._mode = make_mode(before, modules, extra)
         if before.offloaded != self._mode.offloaded:
             self.compiled = self._compiled()  # guards do not check where the model is
         return self._mode.to_device(inputs)
@@ -387,7 +396,7 @@ class Pipeline:
             forwards_before_backwards=forwards_before_backwards,
             offloaded=self._mode.offloaded or self.settings.offloaded,
             counted=made.counted,
-            sizes_differ=sizes_differ([(call.args, call.keywords) for call in made.calls]),
+            sizes_differ=has_different_sizes([(call.args, call.keywords) for call in made.calls]),
         )
         devices = self._mode.worker_devices
         if devices and devices[0].type != "cpu":
@@ -398,13 +407,15 @@ class Pipeline:
             modules = [*self._model.modules()]
             keep = torch_private.keep_users_exceptions
             noting = [
-                functools.partial(explaining_breaks, self._model, keep, call.func, modules, *call.args, **call.keywords)
+                functools.partial(
+                    call_explaining_breaks, self._model, keep, call.func, modules, *call.args, **call.keywords
+                )
                 for call in made.calls
             ]
             return capture_calls(noting, self._compile_state, setting)
 
     def _batch_norm(self) -> contextlib.AbstractContextManager[None]:
-        return deferred(self._model) if self._deferred else cumulative(self._model)
+        return defer_statistics(self._model) if self._deferred else trace_cumulative_statistics(self._model)
 
     def _model_outputs(
         self,
@@ -484,7 +495,7 @@ class Pipeline:
         # step are schedules of their own.
         key = (kinds, *(id(program) for program in captured.programs))
         if key not in self._schedules:
-            self._schedules[key] = scheduled_run(captured, kinds)
+            self._schedules[key] = schedule_run(captured, kinds)
         return self._schedules[key]
 
 

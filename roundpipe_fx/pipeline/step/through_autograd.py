@@ -19,7 +19,7 @@ import torch
 from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.pipeline.batches.microbatch import SplitTensor
 from roundpipe_fx.pipeline.capture.captured_calls import CapturedCalls
-from roundpipe_fx.pipeline.step.gradients import gather, receivers_of
+from roundpipe_fx.pipeline.step.gradients import concatenate_split_gradients, receivers_of
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning
 from roundpipe_fx.runtime.incoming_gradients import Like, incoming_gradient
 from roundpipe_fx.runtime.pipeline_run import Finished
@@ -58,7 +58,7 @@ RunActions = Callable[[Sequence[Sequence[Any]], list[dict[int, Any]] | None], Fi
 """Runs all forwards, or all backwards with what the forwards have saved; takes each microbatch's incoming gradients."""
 
 
-def through_autograd(
+def run_through_autograd(
     captured: CapturedCalls,
     splits: Sequence[SplitTensor],
     run: RunActions,
@@ -155,7 +155,7 @@ class _StepFunction:
             )
         ]
         gradients_found = self.run(tangents, values).gradients
-        gather(gradients_found, self.splits)
+        concatenate_split_gradients(gradients_found, self.splits)
         return gradients_found
 
 

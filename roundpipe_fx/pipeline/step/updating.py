@@ -16,7 +16,7 @@ from roundpipe_fx.runtime.stage_updates import StepUpdates, updates_by_parameter
 
 
 @contextlib.contextmanager
-def updating(
+def update_during_step(
     parameters: OptimizerParameters,
     optimizer: torch.optim.Optimizer | None,
     synchronize: bool,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.pipeline.batches.microbatch import given_microbatches
+from roundpipe_fx.pipeline.batches.microbatch import make_microbatches
 
 
 class Net(nn.Module):
@@ -84,7 +84,7 @@ def test_objects_that_cannot_be_split_can_be_given() -> None:
 )
 def test_what_is_refused(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        given_microbatches(given, 2, True)
+        make_microbatches(given, 2, True)
 
 
 def test_they_are_all_that_is_given() -> None:

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from roundpipe_fx.pipeline.batches.structures import container_of, holds_tensors, leaves_of, map_leaves
+from roundpipe_fx.pipeline.batches.structures import holds_tensors, iterate_leaves, map_leaves, open_container
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +79,10 @@ def test_values_keep_their_type(name: str) -> None:
     value = VALUES[name](torch.ones(4))
     halves = map_leaves(lambda _, leaf: leaf[:2] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, value)
     assert type(halves) is type(value)
-    tensors = [leaf for _, _, leaf in leaves_of(halves) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for _, _, leaf in iterate_leaves(halves) if isinstance(leaf, torch.Tensor)]
     assert tensors and all(len(tensor) <= 2 for tensor in tensors)
-    before = [leaf for _, _, leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
-    assert [text for _, text, _ in leaves_of(halves)] == [text for _, text, _ in leaves_of(value)]
+    before = [leaf for _, _, leaf in iterate_leaves(value) if isinstance(leaf, torch.Tensor)]
+    assert [text for _, text, _ in iterate_leaves(halves)] == [text for _, text, _ in iterate_leaves(value)]
     assert name == "topk" or all(len(tensor) == 4 for tensor in before)  # the value itself is as it was
 
 
@@ -120,7 +120,7 @@ def test_objects_that_hold_tensors() -> None:
     beside.extra = x  # type: ignore[attr-defined]
     hiding = [Holder(x), SlotHolder([x]), Holder({"a": Holder(x)}), {x}, np.ones(2), pack_sequence([x]), beside]
     for value in [*hiding, torch.distributions.Normal(x, x)]:
-        assert holds_tensors(value) and container_of(value) is None, value
+        assert holds_tensors(value) and open_container(value) is None, value
     circle = Holder(None)
     circle.value = circle
     for value in (Holder("text"), 3, None, "x", nn.Linear(2, 2), print, torch.float32, np.float64(3), circle, Holder):

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import roundpipe_fx
 from roundpipe_fx.pipeline.step import step
 from roundpipe_fx.pipeline.step.local import Local
-from roundpipe_fx.pipeline.step.offloaded import Offloaded, placed
+from roundpipe_fx.pipeline.step.offloaded import Offloaded, make_mode
 from roundpipe_fx.runtime.device_streams import HostDeviceStreams
 from tests.comparison import Step, assert_bitwise, loss_of
 from tests.golden_models import GOLDEN
@@ -32,7 +32,7 @@ def _trained(name: str, devices: Sequence[str], microbatches: int, **options) ->
     for _ in range(2):
         loss = compiled.forward_backward(**inputs)
     plan = compiled.plan.pipeline
-    assert plan is not None and (plan.host_to_device_bytes > 0) == (step.placed is not placed)
+    assert plan is not None and (plan.host_to_device_bytes > 0) == (step.make_mode is not make_mode)
     return left_behind(model, loss)
 
 
@@ -174,12 +174,12 @@ def test_what_cannot_be_moved_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_models_where_their_workers_are_are_not_offloaded() -> None:
-    assert not placed(Local([CPU]), [nn.Linear(2, 2)]).offloaded
-    assert not placed(Local([]), [nn.Linear(2, 2)]).offloaded
+    assert not make_mode(Local([CPU]), [nn.Linear(2, 2)]).offloaded
+    assert not make_mode(Local([]), [nn.Linear(2, 2)]).offloaded
     cuda, meta = torch.device("cuda", 0), nn.Linear(2, 2, device="meta")
-    assert not placed(Local([cuda]), [meta]).offloaded
-    assert placed(Local([cuda]), [nn.Linear(2, 2)]).device == cuda
+    assert not make_mode(Local([cuda]), [meta]).offloaded
+    assert make_mode(Local([cuda]), [nn.Linear(2, 2)]).device == cuda
     with FakeTensorMode(), pytest.raises(ValueError, match=r"lies on 'cuda:0', but devices=\['cpu'\]"):
-        placed(Local([CPU]), [nn.ParameterList([torch.empty(2, device=cuda)])])
+        make_mode(Local([CPU]), [nn.ParameterList([torch.empty(2, device=cuda)])])
     with pytest.raises(ValueError, match=r"'0.weight' lies on the CPU and '1.weight' does not"):
-        placed(Local([cuda]), [nn.Sequential(nn.Linear(2, 2), meta)])
+        make_mode(Local([cuda]), [nn.Sequential(nn.Linear(2, 2), meta)])
