@@ -155,6 +155,8 @@ class _Memory:
         # Entry p is what is added, or freed, before action p: levels are its running sum. What the last action makes is
         # added behind it.
         self._changes = [np.zeros(len(of_device) + 2, dtype=np.int64) for of_device in codes]
+        self._offloaded = [np.zeros(len(of_device) + 2, dtype=np.int64) for of_device in codes]
+        """The part of these changes that is due to values that are on the host for a while."""
         self._callers = next((device for device in range(len(codes)) if device not in costs.remote), -1)
         self._outputs = self._of_batches(lambda variant: sum(held.bytes for held in variant.held if held.lasts))
         self._merged = self._outputs
@@ -256,8 +258,9 @@ class _Memory:
         """Values that are on the host: absent from their device once they are freed, until they are reloaded."""
         # Negative first: the bytes are missing between being freed and being reloaded.
         for offload in offloads:
-            self._changes[offload.device][offload.freed] -= offload.bytes
-            self._changes[offload.device][offload.reloads] += offload.bytes
+            for changes in (self._changes, self._offloaded):
+                changes[offload.device][offload.freed] -= offload.bytes
+                changes[offload.device][offload.reloads] += offload.bytes
 
     def enter_sharded(self, kept: Sequence[KeptGathered]) -> None:
         """Parameters that are whole for a while, and their gradients, of which only rows are left in the end.
@@ -279,8 +282,11 @@ class _Memory:
         change, codes = self._changes[device], self._codes[device]
         # The order matters: parameter gradients depend on windows, and the turn needs the levels entered so far.
         first = self._enter_parameter_gradients(device, windows)
-        _add_windows(change, windows)
+        of_windows = _changes_of(windows, len(change))
+        change += of_windows
+        of_turn = change.copy()
         outside = self._enter_turn(device)
+        of_turn = change - of_turn
         change[0] += self._copies(device)
         levels = np.cumsum(change)
         level = levels[: len(codes)]
@@ -289,8 +295,33 @@ class _Memory:
         # The first to add to a gradient allocates it, the others add in place or to a sum: their peaks differ.
         needed[first] = self._first_peak[variant_at[first], codes[first]]
         during = level + np.maximum(needed, 0)
+        between = self._until_next(device, levels - of_turn, of_windows)
+        during[:-1] = np.where(between > during[1:], np.maximum(during[:-1], between), during[:-1])
         left = int(levels[len(codes)]) if self._costs.sharded is not None else 0  # a bucket that was reduced last
         return max(outside, left, self._at_end(device, levels), int(during.max(initial=0))), during
+
+    def _until_next(self, device: int, levels: np.ndarray, of_windows: np.ndarray) -> np.ndarray:
+        """Bytes behind each action but the last, until the worker has exchanged what is there for the next one.
+
+        Other workers go on as soon as they have an action's results, so what they send back may arrive before this
+        worker frees weights. Then it allocates others, and then it frees values that have left::
+
+            worker 0   F0 ── sends ──────────────────── frees weights ── allocates weights ── frees values ── B3
+            worker 1               F1 ── sends, and allocates on worker 0's device
+
+        Args:
+            levels: bytes before each action, without those that change between forwards and backwards.
+            of_windows: the part of their changes that is due to residency windows.
+        """
+        count = len(self._codes[device])
+        until_values_free = (levels - self._offloaded[device])[1:count]
+        until_weights_free = until_values_free - of_windows[1:count]
+        most = np.maximum(until_values_free, until_weights_free)
+        turn = backward_start(self._schedule.orders[device], self._schedule)
+        # All weights are freed between the halves, and others are allocated behind that.
+        if 0 < turn < count:
+            most[turn - 1] = until_weights_free[turn - 1]
+        return most
 
     def _enter_parameter_gradients(self, device: int, windows: Sequence[ResidencyWindow]) -> np.ndarray:
         """Gradients of parameters: from the first action that adds to them.
@@ -413,11 +444,13 @@ def _copies(order: np.ndarray, codes: np.ndarray, steps: Sequence[StageAction], 
     return sum(size * len(batches[tensor]) for tensor, size in sizes.items())
 
 
-def _add_windows(change: np.ndarray, windows: Sequence[ResidencyWindow]) -> None:
-    """Enter the tensors of residency windows; gradients of a window are freed when the next one is over."""
+def _changes_of(windows: Sequence[ResidencyWindow], length: int) -> np.ndarray:
+    """Changes by the tensors of residency windows; gradients of a window are freed when the next one is over."""
+    change = np.zeros(length, dtype=np.int64)
     for window in windows:
         change[window.positions.start] += window.resident
         change[window.positions.stop] -= window.resident
     # Gradients of a window leave during the next one, and their memory is free behind that.
     for window, following in pairwise(windows):
         change[following.positions.stop] -= sum(window.gradients.values())
+    return change
