@@ -135,8 +135,10 @@ class Space(Generic[E]):
         widest_first: whether the widest regions are tiled first, since it is not known which values are alive at the
             peak. Otherwise those are that hold most of it.
         tier: the host for the values of an annotated graph; ``None``: none leave.
+        runs: of the graph in a step on its only device; ``None``: several devices share a step.
     """
 
     planned: Callable[[JointGraph, Setting, int | float, int | None], Found[E] | Unmet]
     widest_first: bool = False
     tier: Callable[[JointGraph, Setting], HostTier | None] = lambda joint, setting: None
+    runs: int | None = 1

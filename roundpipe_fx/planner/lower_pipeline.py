@@ -50,6 +50,7 @@ from roundpipe_fx.planner.search import cut_finer, search
 from roundpipe_fx.planner.segment_costs import segment_costs
 from roundpipe_fx.planner.stages_in_pieces import may_be_in_pieces
 from roundpipe_fx.planner.step_bound import Division, StepBounds
+from roundpipe_fx.planner.with_host import host_tier_of_step
 from roundpipe_fx.remat.choose import Bottleneck, Unmet
 from roundpipe_fx.remat.save_policy import SavePolicy, save_slot_inputs
 from roundpipe_fx.schedules import SCHEDULES, ScheduleSpec
@@ -120,7 +121,9 @@ def lower_pipeline(
         return _cut_elsewhere(graph.copy(), specs, setting, ways, budget)
 
     asked = asked_budget(joint, options, setting.device) if training and pipelining.checkpoint is None else None
-    space = Space(planned=planned, widest_first=True)
+    tier = functools.partial(host_tier_of_step, pipelining=pipelining)
+    runs = pipelining.microbatches if pipelining.workers == 1 else None
+    space = Space(planned=planned, widest_first=True, tier=tier, runs=runs)
 
     def within(budget: int | float) -> Found[ScheduleEvaluation] | Unmet:
         return search(joint, budget, setting, space, pays=like is None)

@@ -29,6 +29,8 @@ _PRICES = (-2 * _STEP, -_STEP, 0.0)
 """Prices that are tried first, as powers of two."""
 _ROUNDS = 3
 """How often prices between the best one and its neighbours are tried."""
+_NEAR = 1.02
+"""No more prices are tried for a step that takes at most so many times the seconds of one that recomputes nothing."""
 _SHARES = (0.9, 0.8)
 """Shares of the limit within which the chain is solved then, at a lower price: copies need room on the device."""
 
@@ -77,7 +79,11 @@ def _by_rule(attempt: ScheduleEvaluation, rule: OffloadRule) -> ScheduleEvaluati
 
 
 def quickest_offloaded(
-    attempt_at: Callable[[float, int], ScheduleEvaluation], limit: int, pipelining: Pipelining, host_budget: int | None
+    attempt_at: Callable[[float, int], ScheduleEvaluation],
+    limit: int,
+    least: float,
+    pipelining: Pipelining,
+    host_budget: int | None,
 ) -> list[ScheduleEvaluation]:
     """Attempts with values on the host: at some prices of the link, and at prices around the best of them.
 
@@ -85,6 +91,7 @@ def quickest_offloaded(
         attempt_at: the attempt at a price and within bytes of a device as the chain counts them, with nothing on the
             host. The price is a multiple of the seconds in which the link carries a byte.
         limit: bytes that a device may allocate, at any position of its order.
+        least: seconds of the step if everything is saved and nothing leaves.
         host_budget: bytes of the host; ``None``: no limit.
     """
     attempts: dict[float, ScheduleEvaluation] = {}
@@ -105,10 +112,15 @@ def quickest_offloaded(
             on_host = max(needed - host_budget, 0)
         return beyond, on_host, seconds
 
+    def is_near() -> bool:
+        return min(map(cost, attempts)) <= (0, 0, _NEAR * least)
+
     # Powers of two: 1/16, 1/4 and 1 times the seconds that the link takes for a byte.
     for power in _PRICES:
         attempts[power] = attempt_with(power)
     for _ in range(_ROUNDS):
+        if is_near():
+            return list(sent.values())
         powers = sorted(attempts)
         # Golden-section style: halve the distance to both neighbours of the best price.
         best = min(powers, key=cost)

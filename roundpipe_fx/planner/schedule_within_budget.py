@@ -136,7 +136,11 @@ def within_budget(
     priced: list[ScheduleEvaluation] = []
     if prices is not None:
         priced = quickest_offloaded(
-            lambda price, within: attempts.with_choice(prices.choice_at(price, within)), limit, pipelining, on_host
+            lambda price, within: attempts.with_choice(prices.choice_at(price, within)),
+            limit,
+            first.seconds,
+            pipelining,
+            on_host,
         )
         priced = _with_room_on_host(priced, pipelining, on_host)
     # Everything that was simulated competes: levels, stage inputs only, values on the host, prices of the link.

@@ -5,7 +5,7 @@ does not stay within the budget, or recomputes, moves lead to others. All of the
 
     move                   a program                              a schedule
     tile where it pays     the tilings of the chain of segments, if its step recomputes; of      tile_where_it_pays
-                           a program, with values that leave for the host
+                           a program, and of a model on the host, with values that leave
     tile more              the kind that holds most of the peak   the widest kinds first         tile_more
     cut elsewhere          -                                      for each schedule, and limit   lower_pipeline
                                                                   on an offloaded model's weights
@@ -73,8 +73,8 @@ def search(
 def _tile_where_it_pays(kinds: Kinds[E], tiles: Tiles, met: E, limit: int) -> E:
     """A plan with the tiles that make the step shortest, as the chain of segments counts it.
 
-    For a pipeline, the chain is the whole model with one microbatch. The first device holds about as much: one part of
-    the model, with as many microbatches in flight as there are parts.
+    For a pipeline, the chain is the whole model with one microbatch. Of several devices the first one holds about as
+    much: one part of the model, with as many microbatches in flight as there are parts.
 
     Args:
         kinds: what can be tiled.
@@ -82,13 +82,12 @@ def _tile_where_it_pays(kinds: Kinds[E], tiles: Tiles, met: E, limit: int) -> E:
         limit: bytes of the budget.
     """
     # What a step takes at the least: nothing recomputed, and no tile.
-    least = 0.0 if kinds.space.widest_first else kinds.seconds
-    if met.seconds <= (1 + _WORTH) * least:
-        return met
+    runs = kinds.space.runs
+    least = 0.0 if runs is None else runs * kinds.seconds
     # Tilings in the order of their modelled seconds: the first few are emitted, and the rest cannot be much better.
     for longer, tried in itertools.islice(kinds.by_segment(limit, tiles), _TRIED):
-        # No later one can gain anything, even if it recomputes nothing.
-        if least + longer >= _ROUGHLY * met.seconds:
+        # No later one can gain much: the plan is near what any takes, or they recompute more.
+        if met.seconds <= (1 + _WORTH) * least or least + longer * (runs or 1) >= _ROUGHLY * met.seconds:
             break
         if names_of(tried) == names_of(tiles):
             continue

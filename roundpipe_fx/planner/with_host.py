@@ -17,16 +17,21 @@ layers: without a host, a plan with so many saved bytes keeps everything of some
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 
 import psutil
 import torch
+from torch import fx
 
+from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.values_on_host import wants_host
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, tensor_values
+from roundpipe_fx.pipeline.host_memory import host_budget_for
+from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.planner.evaluation import Candidate, Evaluation
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain_search import work_out
@@ -82,9 +87,32 @@ def host_tier(joint: JointGraph, setting: Setting) -> HostTier | None:
     if wants_host(joint, device.type):
         return None
     room = host_room(options.host_budget, on_paper=options.device_name is not None)
-    if not room:
+    return _tier(joint, setting.costs.host, room) if room else None
+
+
+def host_tier_of_step(joint: JointGraph, setting: Setting, pipelining: Pipelining) -> HostTier | None:
+    """The host for the values of a microbatch of an offloaded model; ``None``: the model is not offloaded.
+
+    Args:
+        joint: an annotated graph of one microbatch.
+        setting: what else there is to know.
+    """
+    if not pipelining.offloaded:
         return None
-    bandwidth = setting.costs.host
+    # Weights and their gradients are on the host before any value is.
+    weights = sum(tensor_bytes(tensor_values(node)) for node in joint.parameters)
+    gradients = sum(
+        tensor_bytes(tensor_values(node))
+        for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True)
+        if owner is not None and isinstance(node, fx.Node)
+    )
+    budget = host_budget_for(weights, pipelining)
+    room = sys.maxsize if budget is None else budget - weights - gradients - pipelining.optimizer.bytes
+    bandwidth = pipelining.host_bandwidth(setting.costs.host)
+    return _tier(joint, bandwidth, max(room, 0) // pipelining.microbatches)
+
+
+def _tier(joint: JointGraph, bandwidth: float, room: int) -> HostTier:
     shorter = min(
         sum(node.meta[Mark.SECONDS] for node in joint.in_phase(phase)) for phase in (Phase.FORWARD, Phase.BACKWARD)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,15 @@ from torch import nn
 
 import roundpipe_fx
 from benchmarks.tiling import LossOnly
-from roundpipe_fx.planner.with_host import host_room, least_recomputed
+from roundpipe_fx.analysis.cost import tensor_bytes
+from roundpipe_fx.ir.joint_graph import tensor_values
+from roundpipe_fx.ir.options import Options
+from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.planner.lower import prepare
+from roundpipe_fx.planner.with_host import host_room, host_tier_of_step, least_recomputed
 from roundpipe_fx.torch_private import offload_operators
 from tests import hugging_face
+from tests.capturing import capture_joint
 
 has_operators = pytest.mark.skipif(
     offload_operators() is None, reason="this PyTorch has no operators that copy to the host"
@@ -150,6 +157,43 @@ def test_attention_of_a_long_sequence_is_not_run_twice(llama: nn.Module) -> None
         shares.append(plan.recompute_seconds / sum(own.forward_seconds + own.backward_seconds for own in plan.stages))
     with_host, without = shares
     assert with_host < 0.02 and without > 0.1
+
+
+@pytest.mark.long
+def test_attention_of_a_long_sequence_is_not_run_twice_where_the_model_is_on_the_host(llama: nn.Module) -> None:
+    """Its outputs leave, of all layers, while what is wide is in tiles: whole, it does not fit beside them."""
+    tokens = torch.zeros(1, 2**17, dtype=torch.long, device="meta")
+    budget, host = 8 << 30, 64 << 30
+    plan = roundpipe_fx.plan(
+        LossOnly(llama),
+        device="H100",
+        memory_budget=budget,
+        host_budget=host,
+        tiling="auto",
+        offloaded=True,
+        num_microbatches=1,
+        input_ids=tokens,
+        labels=tokens,
+    )
+    assert plan.pipeline is not None and plan.host_bytes <= host
+    assert max(plan.pipeline.peak_bytes) <= budget
+    once = sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
+    assert plan.pipeline.makespan < 1.03 * once
+    assert any(tiles.type == "float32[131072, 4096]" for tiles in plan.tiles)
+
+
+def test_values_of_an_offloaded_model_have_the_host_memory_that_its_weights_leave() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), torch.randn(512, 64)
+    joint, setting = prepare(capture_joint(lambda: model(x).sum()), Options(), ())
+    plain = Pipelining(devices=(), microbatches=2, schedule=None, checkpoint=None, host_budget=10**9)
+    assert host_tier_of_step(joint, setting, plain) is None
+    tier = host_tier_of_step(joint, setting, dataclasses.replace(plain, offloaded=True))
+    assert tier is not None
+    weights = sum(tensor_bytes(tensor_values(node)) for node in joint.parameters)
+    assert weights == 4 * (64 * 64 + 64 + 64 * 8 + 8)
+    assert tier.room == (10**9 - 2 * weights) // 2
+    full = host_tier_of_step(joint, setting, dataclasses.replace(plain, offloaded=True, host_budget=weights))
+    assert full is not None and full.room == 0
 
 
 @has_operators
