@@ -21,8 +21,8 @@ from roundpipe_fx.schedules import (
     gpipe,
     one_f_one_b,
     round_robin,
-    rounds,
     simulate_time,
+    slot_chain,
 )
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
 from roundpipe_fx.schedules.offloads import Offload
@@ -151,7 +151,7 @@ def _steps(draw: st.DrawFn) -> tuple[Schedule, StageGraph, StepCosts]:
     count = draw(st.integers(devices, 4))
     kind = draw(st.sampled_from(["gpipe", "halves", "1f1b", "roundpipe"]))
     if kind == "roundpipe":
-        schedule, graph = round_robin(devices, 1, count + 1, microbatches, None, True), rounds(1, count + 1)
+        schedule, graph = round_robin(devices, 1, count + 1, microbatches, None, True), slot_chain(1, count + 1)
     else:
         make = one_f_one_b if kind == "1f1b" else gpipe
         schedule, graph = make(devices, count, microbatches), chain(count)
