@@ -295,8 +295,8 @@ class _Memory:
         # The first to add to a gradient allocates it, the others add in place or to a sum: their peaks differ.
         needed[first] = self._first_peak[variant_at[first], codes[first]]
         during = level + np.maximum(needed, 0)
-        between = self._until_next(device, levels - of_turn, of_windows)
-        during[:-1] = np.where(between > during[1:], np.maximum(during[:-1], between), during[:-1])
+        if self._costs.sharded is None:  # a process frees before it gathers, and receives when it chooses
+            during[:-1] = np.maximum(during[:-1], self._until_next(device, levels - of_turn, of_windows))
         left = int(levels[len(codes)]) if self._costs.sharded is not None else 0  # a bucket that was reduced last
         return max(outside, left, self._at_end(device, levels), int(during.max(initial=0))), during
 
