@@ -30,6 +30,7 @@ from benchmarks.models import llama_8b
 from benchmarks.side_by_side import console, fresh, rates_of, report
 
 _DEVICE = "RTX 4090"
+_HOST = "512GiB"
 
 
 def _qwen3(width: int, inner: int, layers: int, heads: int, tied: bool) -> nn.Module:
@@ -114,6 +115,7 @@ def _planned(name: str) -> dict[str, Any]:
             device=_DEVICE,
             offloaded=True,
             num_microbatches=case.microbatches,
+            host_budget=_HOST,
         )
     except roundpipe_fx.InfeasibleBudgetError as error:
         row |= dict.fromkeys(("rates", "peak GiB", "host GiB", "sent GiB", "in tiles", "modelled s", "tokens/s"))

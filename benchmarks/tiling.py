@@ -397,7 +397,9 @@ def offloaded(tokens: int) -> dict[str, Any]:
     model = llama_8b()
     batch = torch.empty(1, tokens, dtype=torch.long, device="meta")
     start = time.process_time()
-    plan = roundpipe_fx.plan(model, input_ids=batch, labels=batch, device=_DEVICE, offloaded=True, num_microbatches=1)
+    plan = roundpipe_fx.plan(
+        model, input_ids=batch, labels=batch, device=_DEVICE, offloaded=True, num_microbatches=1, host_budget="512GiB"
+    )
     assert plan.pipeline is not None and plan.budget is not None
     return {
         "tokens": tokens,

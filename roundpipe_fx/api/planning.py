@@ -118,8 +118,8 @@ def plan(
             several or the model is offloaded. With a number as ``mesh_shape``: of all replicas together, by default one
             for each row; rows must be divisible by it.
         schedule: as for :func:`roundpipe_fx.compile`.
-        host_budget: as for :func:`roundpipe_fx.compile`; ``None``: 128 GiB for the values of a model on one device, no
-            limit if it is offloaded, and with several devices that are not, which are processes, nothing leaves.
+        host_budget: as for :func:`roundpipe_fx.compile`; ``None``: 128 GiB, and a plan that uses them says so. With
+            several devices that are not offloaded, which are processes, nothing leaves.
         host_links: as for :func:`roundpipe_fx.compile`; only if the model is offloaded.
         optimizer: one whose memory is counted, made from the model's parameters or from copies of them, which are
             counted too: on the host if the model is offloaded, else on the device, or those of the mesh. (Several

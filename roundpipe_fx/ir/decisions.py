@@ -332,6 +332,11 @@ class ModelMemory:
     device: int
 
 
+_LINK_BUSY = 0.9
+"""Share of the shorter of forward and backward from which on the link to the host is busy."""
+_LONGER = 0.02
+"""Up to such a share of waiting, or of recomputation, a step is bound by its operations."""
+
 CPU_RATES = "table of the CPU"
 """Rates of a plan for the CPU, which its text does not name."""
 
@@ -371,6 +376,10 @@ class Decisions:
         options: options that differ from their defaults, the device and the stage compiler, as text. They are no
             decisions: plans that were asked for differently may be equal.
         rates: the table of a device's rates with which seconds are modelled; empty: not known.
+        assumed_host_bytes: memory that the host is assumed to have, where the plan is for another machine and no
+            ``host_budget`` was given; 0: it is known.
+        host_link_share: modelled share of the forward, or of the backward if that is shorter, in which the link carries
+            values that leave for the host.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -393,6 +402,8 @@ class Decisions:
     model: ModelMemory | None = None
     options: Mapping[str, str] = field(compare=False, default_factory=dict)
     rates: str = ""
+    assumed_host_bytes: int = 0
+    host_link_share: float = 0.0
 
     @property
     def host_bytes(self) -> int:
@@ -402,6 +413,24 @@ class Decisions:
         if self.pipeline is not None:
             return self.pipeline.host_bytes
         return sum(value.bytes for value in self._saved if value.name in self.on_host)
+
+    @property
+    def is_bound_by_host_link(self) -> bool:
+        """Return whether a faster link to the host would shorten the step: the device waits for it, or it is busy and
+        values are recomputed."""
+        once = sum(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
+        recomputed = sum(stage.recompute_seconds for stage in self.stages)
+        if self.host_wait > _LONGER:
+            return True
+        return self.host_link_share >= _LINK_BUSY and recomputed > _LONGER * once
+
+    @property
+    def host_wait(self) -> float:
+        """The modelled share of a step in which its only device waits for copies from the host or to it."""
+        pipeline = self.pipeline
+        if pipeline is None or len(pipeline.devices) > 1 or not (pipeline.sent_bytes or pipeline.host_to_device_bytes):
+            return 0.0
+        return pipeline.bubble
 
     @property
     def saved_bytes(self) -> int:

@@ -21,6 +21,8 @@ from roundpipe_fx.schedules.offloads import buffer_bytes
 
 _SHARE = 0.8
 """Of the memory that the host has available, if no budget is given."""
+ASSUMED_HOST_BYTES = 128 << 30
+"""Memory of the host of another machine, if no budget is given."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,14 @@ def host_memory_of(pipeline: LoweredPipeline, timing: Timing, pipelining: Pipeli
     return HostMemory(sum(map(taken, weights)), sum(map(taken, timing.returned_bytes)), values, optimizer)
 
 
-def host_budget_of(pipeline: LoweredPipeline, pipelining: Pipelining) -> int | None:
+def host_budget_of(pipeline: LoweredPipeline, pipelining: Pipelining) -> int:
     """Bytes that a step may take: as asked, or 80 % of what is available and what is there already.
 
     Args:
         pipeline: any lowered pipeline of the model.
 
     Returns:
-        the bytes; ``None``: no limit, since the step is planned for another machine.
+        the bytes; those of the assumed host if the step is planned for another machine.
     """
     costs = pipeline.main.costs
     sizes = {number: size for of in costs.copied_bytes.values() for number, size in of.items()}
@@ -79,24 +81,26 @@ def host_budget_of(pipeline: LoweredPipeline, pipelining: Pipelining) -> int | N
     return host_budget_for(weights, pipelining)
 
 
-def host_budget_for(weights: int, pipelining: Pipelining) -> int | None:
+def host_budget_for(weights: int, pipelining: Pipelining) -> int:
     """As :func:`host_budget_of`, for a model with so many bytes of weights."""
-    if pipelining.host_budget is not None or pipelining.elsewhere:
+    if pipelining.host_budget is not None:
         return pipelining.host_budget
+    if pipelining.elsewhere:
+        return ASSUMED_HOST_BYTES
     # Weights and the optimizer are on the host already, so they are not in what is available.
     return int(_SHARE * psutil.virtual_memory().available) + weights + pipelining.optimizer.allocated
 
 
-def check_host_memory(needed: HostMemory, budget: int | None) -> None:
+def check_host_memory(needed: HostMemory, budget: int) -> None:
     """Refuse a step that needs more than a budget on the host.
 
     Args:
-        budget: bytes; ``None``: there is no limit.
+        budget: bytes.
 
     Raises:
         HostMemoryError: it is more.
     """
-    if budget is None or needed.total <= budget:
+    if needed.total <= budget:
         return
     named = (
         (needed.weights, "weights"),

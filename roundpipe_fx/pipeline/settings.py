@@ -120,7 +120,7 @@ class Pipelining:
         replicas: how many such pipelines there are, with batches of their own.
         sharded: whether replicas share out parameters.
         host_budget: bytes that a step may take on the host, in each process; ``None``: a share of what is available
-            there, or no limit if the step is planned for elsewhere.
+            there, or the memory of an assumed host if the step is planned for elsewhere.
         host_links: how many links to the host the devices share evenly; ``None``: each has one.
         optimizer: host memory of the optimizer, if it is known.
         elsewhere: whether the step is planned for a machine that is not this one.

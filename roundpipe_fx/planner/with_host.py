@@ -17,7 +17,6 @@ layers: without a host, a plan with so many saved bytes keeps everything of some
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 
 import psutil
@@ -30,7 +29,7 @@ from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.values_on_host import wants_host
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, tensor_values
-from roundpipe_fx.pipeline.host_memory import host_budget_for
+from roundpipe_fx.pipeline.host_memory import ASSUMED_HOST_BYTES, host_budget_for
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.planner.evaluation import Candidate, Evaluation
 from roundpipe_fx.remat.blocks import Blocks
@@ -42,8 +41,6 @@ from roundpipe_fx.torch_private import offload_operators
 
 _SHARE = 0.8
 """Of the memory that the host has available, if no ``host_budget`` is given."""
-_ON_PAPER = 128 << 30
-"""Bytes of a host that is not there, if no ``host_budget`` is given."""
 TRIED = 12
 """Plans that are emitted with values on the host, at most."""
 _PARTS = (8, 4, 2)
@@ -70,7 +67,7 @@ def host_room(host_budget: int | None, on_paper: bool) -> int:
         on_paper: whether the plan is for another machine, whose host is taken to have the memory of most.
     """
     if host_budget is None and on_paper:
-        return _ON_PAPER
+        return ASSUMED_HOST_BYTES
     return int(_SHARE * psutil.virtual_memory().available) if host_budget is None else host_budget
 
 
@@ -106,8 +103,7 @@ def host_tier_of_step(joint: JointGraph, setting: Setting, pipelining: Pipelinin
         for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True)
         if owner is not None and isinstance(node, fx.Node)
     )
-    budget = host_budget_for(weights, pipelining)
-    room = sys.maxsize if budget is None else budget - weights - gradients - pipelining.optimizer.bytes
+    room = host_budget_for(weights, pipelining) - weights - gradients - pipelining.optimizer.bytes
     bandwidth = pipelining.host_bandwidth(setting.costs.host)
     return _tier(joint, bandwidth, max(room, 0) // pipelining.microbatches)
 

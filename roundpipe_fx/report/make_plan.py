@@ -32,6 +32,7 @@ from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.decisions import PlannedStage
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values
 from roundpipe_fx.ir.segment import StageCut
+from roundpipe_fx.pipeline.host_memory import ASSUMED_HOST_BYTES
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.report.plan_details import EmittedStep, emitted_lines
 from roundpipe_fx.report.plan_options import options_as_text
@@ -47,7 +48,8 @@ def plan_of(lowered: Lowered) -> Plan:
     joint, setting, chosen, backward = lowered.joint, lowered.setting, lowered.chosen, lowered.backward
     saved = [node for node in saved_values(joint) if node.op != "placeholder"] if backward is not None else []
     segments, modules = joint.segments, lowered.modules
-    return Plan(
+    options = setting.options
+    plan = Plan(
         stages=_planned_stages(joint, joint.cuts, modules, saved, setting),
         segments=(len(segments), len({segment.fingerprint for segment in segments})),
         recompute=setting.options.recompute or "none",
@@ -68,7 +70,24 @@ def plan_of(lowered: Lowered) -> Plan:
         dropped_bytes=output_bytes(joint, joint.dropped),
         unread_bytes=output_bytes(joint, joint.unread),
         options=options_as_text(setting),
+        assumed_host_bytes=ASSUMED_HOST_BYTES if options.device_name is not None and options.host_budget is None else 0,
     )
+    if not plan.on_host:
+        return plan
+    return dataclasses.replace(plan, host_link_share=host_link_share(plan, plan.host_bytes, setting.costs.host))
+
+
+def host_link_share(plan: Plan, sent: int, bandwidth: float) -> float:
+    """The share of the forward, or of the backward if that is shorter, in which the link to the host carries values.
+
+    Args:
+        plan: its stages' seconds are those of a microbatch.
+        sent: bytes that leave, for each microbatch.
+        bandwidth: bytes a second, in each direction.
+    """
+    forward = sum(stage.forward_seconds for stage in plan.stages)
+    backward = sum(stage.backward_seconds + stage.recompute_seconds for stage in plan.stages)
+    return sent / bandwidth / min(forward, backward) if sent else 0.0
 
 
 def with_dropped_outputs(plan: Plan, lowered: Lowered) -> Plan:

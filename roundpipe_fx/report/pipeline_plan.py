@@ -15,7 +15,7 @@ from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.measured_seconds import replace_by_measured
 from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph
 from roundpipe_fx.pipeline.steps import gathered_stages
-from roundpipe_fx.report.make_plan import plan_of
+from roundpipe_fx.report.make_plan import host_link_share, plan_of
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.schedules import Timing, simulate_time, with_transfers
@@ -50,12 +50,15 @@ def plan_of_pipeline(graph: PipelinedGraph) -> Plan:
         gathered=gathered_stages(pipeline.main.costs, timing),
         mesh=_planned_mesh(pipeline, timing) if pipelining.network is not None else None,
     )
+    plan = plan_of(pipeline.main.lowered)
+    bandwidth = pipelining.host_bandwidth(pipeline.main.lowered.setting.costs.host)
     return dataclasses.replace(
-        plan_of(pipeline.main.lowered),
+        plan,
         budget=pipeline.budget,
         trade_off=pipeline.trade_off,
         alternatives=pipeline.alternatives,
         pipeline=planned,
+        host_link_share=host_link_share(plan, planned.sent_bytes // pipelining.microbatches, bandwidth),
         timing=timing,
         measured=graph.measured,
         read_corrected=functools.partial(_corrected_makespan, pipeline, timing, graph.measured),

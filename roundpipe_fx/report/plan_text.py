@@ -62,6 +62,15 @@ def header_lines(plan: Decisions, corrected: float | None = None) -> list[str]:
             f"saved for the backward: {bytes_text(plan.saved_bytes)}{_on_host(plan)}; recomputed: "
             f"{plan.recompute_seconds * 1e3:.3f} ms modelled (forward {plan.forward_seconds * 1e3:.3f} ms)"
         )
+    if plan.assumed_host_bytes and plan.host_bytes:
+        lines.append(
+            f"assumed: a host with {bytes_text(plan.assumed_host_bytes)} of memory; host_budget= names another"
+        )
+    if plan.is_bound_by_host_link:
+        lines.append(
+            f"the link to the host is the bottleneck: the device waits for it {plan.host_wait:.0%} of the step, and it "
+            f"carries values to the host during {plan.host_link_share:.0%} of the forward"
+        )
     # Rates of the CPU's table are those of every plan on a CPU, and go without saying.
     if plan.rates not in ("", CPU_RATES):
         lines.append(f"seconds are modelled with the {plan.rates}")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,43 @@ def test_values_of_a_mesh_leave_for_the_host_where_a_budget_there_is_given() -> 
     assert max(seconds[2:]) <= seconds[1]
     assert seconds[3] < seconds[1] and "pinned on the host" in str(much)
     assert all(max(plan.pipeline.peak_bytes) <= common["memory_budget"] for plan in plans)
+
+
+def test_the_host_of_another_machine_is_assumed_to_have_128_gib() -> None:
+    """Of an offloaded model too, whose weights and gradients of 4 GiB a layer are there."""
+
+    def planned(layers: int, **options: Any) -> Plan:
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(2**15, 2**15, bias=False) for _ in range(layers)))
+        x = torch.empty(64, 2**15, device="meta")
+        return roundpipe_fx.plan(model, x, device="H100", offloaded=True, num_microbatches=1, **options)
+
+    plan = planned(8)
+    assert plan.host_bytes == 64 << 30 and "assumed: a host with 128.0 GiB of memory" in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(roundpipe_fx.HostMemoryError, match=r"160.0 GiB.*the host_budget is .* \(128.0 GiB\)"):
+        planned(20)
+    asked = planned(20, host_budget="160GiB")
+    assert asked.host_bytes == 160 << 30 and "assumed: a host" not in str(asked)
+
+
+def test_a_plan_says_where_the_link_to_the_host_is_its_bottleneck(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = DEVICES["H100"]
+    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(2048, 2048), nn.GELU())))
+    x = torch.empty(2**14, 2048, device="meta")
+
+    def planned(link: float) -> Plan:
+        monkeypatch.setitem(DEVICES, "H100", dataclasses.replace(rates, host=link))
+        return roundpipe_fx.plan(model, x, device="H100", memory_budget="1000MiB", offloaded=True, num_microbatches=1)
+
+    slow, fast = planned(5e9), planned(2e12)
+    assert slow.host_wait > 0.2 and "the link to the host is the bottleneck: the device waits" in str(slow)
+    assert not fast.is_bound_by_host_link and "bottleneck" not in str(fast)
+    busy = dataclasses.replace(fast, host_link_share=0.95)
+    assert not busy.is_bound_by_host_link  # nothing is recomputed
+    stages = tuple(dataclasses.replace(stage, recompute_seconds=stage.forward_seconds) for stage in busy.stages)
+    busy = dataclasses.replace(busy, stages=stages)
+    assert "and it carries values to the host during 95% of the forward" in str(busy)
 
 
 def test_a_mesh_has_two_microbatches_per_device_of_a_replica_by_default() -> None:
