@@ -51,6 +51,7 @@ class PassContext:
         updates_whole: whether an input that is updated must be read and updated in one segment.
         segment_starts: forward positions at which segments begin, if that is known.
         stage_starts: the first segment of each stage, if that is known.
+        fewest_stages: whether stages are as long as a compiler gains by: nothing that is recomputed needs their ends.
         roundpipe_partition: the segments of each slot; ``None`` unless the schedule is RoundPipe's.
         everything_saved: whether the graph is for plans that save everything.
         schedule: what is recomputed and when, with nodes of this graph; ``None``: nothing.
@@ -78,6 +79,7 @@ class PassContext:
     updates_whole: bool = False
     segment_starts: Sequence[int] | None = None
     stage_starts: Sequence[int] | None = None
+    fewest_stages: bool = False
     roundpipe_partition: RoundPipePartition | None = None
     everything_saved: bool = False
     schedule: RematSchedule | None = None

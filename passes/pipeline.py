@@ -67,7 +67,13 @@ from roundpipe_fx.passes.roundpipe_slots import cut_roundpipe_slots
 from roundpipe_fx.passes.row_slices import slice_narrow_values
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
-from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions, stages_of_starts
+from roundpipe_fx.passes.stages import (
+    cut_between_repeats,
+    cut_stages,
+    positions_of_names,
+    stages_at_positions,
+    stages_of_starts,
+)
 from roundpipe_fx.passes.statistics import write_with_statistics
 from roundpipe_fx.passes.storage_copies import copy_parts_alone
 from roundpipe_fx.passes.strided_gradients import mark_strided_gradients
@@ -496,6 +502,8 @@ def _stages_as_asked(joint: JointGraph, context: PassContext) -> JointGraph:
     if isinstance(context.options.stages, tuple):
         positions = _named_positions(joint, context.options)
         return _with_cuts(stages_at_positions(joint, joint.segments, positions))
+    if context.fewest_stages and context.options.stages == "auto":
+        return _with_cuts(cut_between_repeats(joint, joint.segments))
     return _with_cuts(cut_stages(joint, joint.segments, context.options.stages, context.costs.transfer_seconds))
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -19,6 +21,7 @@ from roundpipe_fx.schedules.partition import add_stage, partition, run_costs
 from roundpipe_fx.torch_private import PassedThrough
 
 _AUTO_SLACK = 1.1
+"""Times the least, of the slowest stage's seconds or of what is compiled, that fewer stages may need."""
 
 
 class InvalidStageError(PassedThrough, ValueError):
@@ -54,6 +57,71 @@ def cut_stages(
             count = len(segments)
     starts = partition(costs, [segment.entry_bytes for segment in segments], count)
     return stages_of_starts(joint, starts, len(segments))
+
+
+def cut_between_repeats(joint: JointGraph, segments: Sequence[Segment]) -> tuple[JointGraph, list[StageCut]]:
+    """Mark every computing node with its stage: as few stages as still let what repeats be compiled once.
+
+    A compiler fuses within a stage, so long ones have fewer kernels and write less to memory; but it compiles each
+    distinct stage, so one that holds everything takes as long to compile as the model is deep. Segments that never
+    occur but together are one stage::
+
+        a b c b c b c d e                 c always follows b, and b always comes before c; so do d and e
+        a (b c) (b c) (b c) (d e)         five stages, of which three are compiled together
+
+    Stages are then joined where that makes little more to compile: a small segment that happens to occur twice
+    is no reason to cut a model that repeats nothing else.
+
+    Args:
+        joint: a graph with segments.
+
+    Returns:
+        the graph, and the stages in forward order.
+    """
+    sizes = Counter(node.meta[Mark.SEGMENT] for node in joint.computed())
+    names = [segment.fingerprint for segment in segments]
+    starts = starts_between_repeats(names, [sizes[segment.index] for segment in segments])
+    return stages_of_starts(joint, starts, len(segments))
+
+
+def starts_between_repeats(names: Sequence[str], sizes: Sequence[int]) -> list[int]:
+    """The first segment of each stage, see :func:`cut_between_repeats`.
+
+    Args:
+        names: of the segments; equal for equal ones.
+        sizes: their numbers of nodes, for which compiling time stands.
+    """
+    following: dict[str, set[str | None]] = defaultdict(set)
+    preceding: dict[str, set[str | None]] = defaultdict(set)
+    for earlier, later in pairwise([None, *names, None]):
+        if earlier is not None:
+            following[earlier].add(later)
+        if later is not None:
+            preceding[later].add(earlier)
+    starts = [
+        index
+        for index, name in enumerate(names)
+        if not index or len(following[names[index - 1]]) > 1 or len(preceding[name]) > 1
+    ]
+    most = _compiled_nodes(names, sizes, starts) * _AUTO_SLACK
+    # Each round joins the two neighbours that add least to what is compiled; a copy of a stage, once it is part of a
+    # longer one, is compiled again with it.
+    while len(starts) > 1:
+        joined = min(
+            ([*starts[:cut], *starts[cut + 1 :]] for cut in range(1, len(starts))),
+            key=lambda fewer: _compiled_nodes(names, sizes, fewer),
+        )
+        if _compiled_nodes(names, sizes, joined) > most:
+            break
+        starts = joined
+    return starts
+
+
+def _compiled_nodes(names: Sequence[str], sizes: Sequence[int], starts: Sequence[int]) -> int:
+    """Nodes of the distinct stages."""
+    ends = [*starts[1:], len(names)]
+    distinct = {tuple(names[start:end]): sum(sizes[start:end]) for start, end in zip(starts, ends, strict=True)}
+    return sum(distinct.values())
 
 
 def stages_at_positions(

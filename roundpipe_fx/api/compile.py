@@ -59,7 +59,8 @@ def compile(
     Args:
         model: any module that ``torch.compile`` can trace.
         stages: how many pipeline stages; ``"auto"``: one stage a device; on one device, or one in each replica, as few
-            as keep each within 1.1 times the heaviest segment; or the names of the modules (as in
+            as keep each within 1.1 times the heaviest segment, or, where Inductor compiles them and nothing is
+            recomputed, as few as let repeated layers be compiled once; or the names of the modules (as in
             ``model.named_modules()``) at which stages begin.
         recompute: ``"none"``: everything that the backward reads is saved. ``"full"``: each stage saves only what
             enters it and the results of host synchronizations (``nonzero``, ``item``, routing); the rest is recomputed.

@@ -16,6 +16,7 @@ from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.analysis.tiling import TileRegion
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, saved_values, tensor_values
+from roundpipe_fx.ir.options import Inductor
 from roundpipe_fx.ir.recompute_marks import budget_of_region
 from roundpipe_fx.ir.segment import backward_stages
 from roundpipe_fx.passes.cse import common_subexpressions
@@ -31,6 +32,14 @@ def cut(joint: JointGraph, setting: Setting) -> JointGraph:
     for level in (PassLevel.ANNOTATED, PassLevel.SEGMENTED):
         joint = setting.run(joint, level)
     return joint
+
+
+def with_fewest_stages(setting: Setting) -> Setting:
+    """The same for programs that recompute nothing: stages that Inductor compiles are as long as it gains by.
+
+    Ends of stages keep recomputation where it was planned, and let eager ones start copies; else they cost kernels.
+    """
+    return setting.with_decisions(fewest_stages=isinstance(setting.compiler, Inductor))
 
 
 def uncut(joint: JointGraph) -> JointGraph:

@@ -76,7 +76,8 @@ class Options:
 
     Attributes:
         stages: how many pipeline stages; ``"auto"``: one stage a device; on one device, or one in each replica, as few
-            as keep each within 1.1 times the heaviest segment; or a list of module names (as in
+            as keep each within 1.1 times the heaviest segment, or, where Inductor compiles them and nothing is
+            recomputed, as few as let repeated layers be compiled once; or a list of module names (as in
             ``named_modules()``) at which stages begin.
         recompute: ``"none"``: everything the backward reads is saved. ``"full"``: each stage saves only what enters
             it, and hoisted values. ``None``: as the budget requires; without one, ``"none"``.

@@ -26,7 +26,7 @@ import torch
 
 from roundpipe_fx.budget import Found, Infeasible, first_found, limit_of
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations_in_tiles import cut
+from roundpipe_fx.compiler.operations_in_tiles import cut, uncut, with_fewest_stages
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Inductor
@@ -67,15 +67,22 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
         budget: bytes, or a share of the way from the peak of the planner's last schedule to that of its first.
         setting: what else there is to know.
     """
+    original = uncut(joint)
     graph = CutProgram.of(cut(joint, setting), setting)
     plans = choices(graph.operations, budget, 1.0, graph.whole)
     last = len(plans) - 1
 
     @functools.cache
     def emitted(position: int) -> Evaluation[Lowered]:
-        plan = plans[position]
+        plan, program = plans[position], graph
+        if not plan.candidate.seconds:
+            longest = with_fewest_stages(setting)
+            program = CutProgram.of(cut(original.copy(), longest), longest)
+            followed = program.operations if plan.followed is graph.operations else program.whole
+            assert followed is not None
+            plan = dataclasses.replace(plan, graph=program.operations, followed=followed)
         chosen = dataclasses.replace(plan, limit=max(plan.limit, plan.candidate.peak.bytes))
-        return graph.evaluate(Candidate(chosen))
+        return program.evaluate(Candidate(chosen))
 
     @functools.cache
     def judged(position: int) -> Evaluation[Lowered]:

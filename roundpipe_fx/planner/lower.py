@@ -19,7 +19,7 @@ from roundpipe_fx.budget import Found, Infeasible, Result, default_budget
 from roundpipe_fx.compiler.cached_marks import FIRST_MARKING_PASS, mark_as_cached, marks_as_data, remove_marks
 from roundpipe_fx.compiler.emit import device_of, emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations_in_tiles import cut, operations_of
+from roundpipe_fx.compiler.operations_in_tiles import cut, operations_of, with_fewest_stages
 from roundpipe_fx.compiler.plan_cache import CachedPlan, PlanFile, Recalled, plan_file
 from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes
 from roundpipe_fx.compiler.schedule_data import schedule_as_data, schedule_from_data
@@ -120,6 +120,8 @@ def lower(
             if marks is not None:
                 file.write(_to_cache(lowered, marks))
     else:
+        if options.recompute != "full":
+            setting = with_fewest_stages(setting)
         joint = setting.run(cut(joint, setting), PassLevel.STAGED)
         lowered = (
             emit_by_policy(joint, setting, SAVE_POLICIES[options.recompute or "none"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import expecttest
 import pytest
@@ -11,7 +12,7 @@ from torch import fx
 
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.segment import Segment
-from roundpipe_fx.passes.stages import cut_stages, stages_of_starts
+from roundpipe_fx.passes.stages import cut_stages, stages_of_starts, starts_between_repeats
 from tests.graph_text import after
 
 LINK = 1e-3  # seconds a byte
@@ -78,6 +79,46 @@ def test_too_many_stages_are_clamped() -> None:
     with pytest.warns(UserWarning, match="stages=9 is more than the 3 segments"):
         _, cuts = cut_stages(_empty_joint(), _chain([1.0] * 3, [1] * 3), 9, _transfer)
     assert len(cuts) == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "stages"),
+    [
+        ("abcbcbcde", "a bc bc bc de"),
+        ("abcdcdcdef", "ab cd cd cd ef"),
+        ("abbbbbc", "a b b b b b c"),
+        ("abcdefgh", "abcdefgh"),
+        ("aaaa", "a a a a"),
+        # One of fifteen occurs twice: to compile it twice is less than a tenth more.
+        ("abcdefghijklmbn", "abcdefghijklmbn"),
+        ("abcabc", "abc abc"),
+    ],
+)
+def test_what_repeats_is_a_stage_and_what_does_not_is_part_of_one(names: str, stages: str) -> None:
+    assert _with_starts(names, starts_between_repeats(names, [1] * len(names))) == stages
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 4)), min_size=1, max_size=14))
+def test_fewest_stages_compile_at_most_a_tenth_more_than_any(segments: list[tuple[str, int]]) -> None:
+    sizes_of = dict(segments)
+    names = "".join(name for name, _ in segments)
+
+    def compiled(starts: tuple[int, ...]) -> int:
+        return sum(sizes_of[name] for stage in set(_with_starts(names, starts).split()) for name in stage)
+
+    starts = tuple(starts_between_repeats(names, [sizes_of[name] for name in names]))
+    # Nothing is compiled less than if every segment is a stage.
+    least = compiled(tuple(range(len(names))))
+    assert compiled(starts) <= 1.1 * least
+    # No two neighbours could still be joined for that.
+    for cut in range(1, len(starts)):
+        assert compiled((*starts[:cut], *starts[cut + 1 :])) > 1.1 * least
+
+
+def _with_starts(names: str, starts: Sequence[int]) -> str:
+    ends = [*starts[1:], len(names)]
+    return " ".join(names[start:end] for start, end in zip(starts, ends, strict=True))
 
 
 def test_as_text_each_segment_a_stage() -> None:

@@ -83,6 +83,32 @@ class Net(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.parametrize("repeated", [True, False])
+def test_stages_are_as_long_as_compiling_gains_where_nothing_is_recomputed(repeated: bool) -> None:
+    """Layers that repeat stay stages; what does not is one. A plan that recomputes has shorter ones."""
+    widths = [32] * 6 if repeated else [16, 24, 32, 40, 48, 56]
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(map(nn.Linear, [8, *widths], widths))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh().sin()
+            return x.square().mean()
+
+    model, x = Layers(), torch.randn(64, 8)
+
+    def stages(budget: float | None) -> int:
+        compiled = roundpipe_fx.compile(model, memory_budget=budget, stage_compiler="inductor")
+        return len(compiled.trace(x).stages)
+
+    without, all_saved, recomputed = stages(None), stages(1.0), stages(0.0)
+    assert without == all_saved == (without if repeated else 1)
+    assert recomputed >= all_saved and (repeated or recomputed > 1)
+
+
 @pytest.mark.parametrize("tiling", long_but(["never", None], quick={"never"}))
 def test_what_a_refusal_names_is_met(tiling: str | None) -> None:
     """In bytes: the least is met, and one byte less is refused; in tiles, too."""

@@ -128,7 +128,7 @@ def test_code_that_plans_were_judged_by_is_not_written_again(monkeypatch: pytest
 
 
 def test_a_plan_tells_of_buffers() -> None:
-    plan = roundpipe_fx.compile(Blocks(), memory_budget=1.0, stage_compiler="inductor").trace(torch.randn(64, 64))
+    plan = roundpipe_fx.compile(Blocks(), memory_budget=0.0, stage_compiler="inductor").trace(torch.randn(64, 64))
     assert "buffer of stage_" in str(plan) and plan.read_step is not None
     memory = plan.read_step().memory
     assert plan.peak.call.startswith("stage_") and max(moment.bytes for moment in memory.moments) == plan.peak_bytes
