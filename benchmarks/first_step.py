@@ -22,6 +22,7 @@ import transformers
 
 import roundpipe_fx
 from benchmarks.side_by_side import report
+from roundpipe_fx.planner import lower
 
 WAYS: dict[str, dict[str, Any] | str] = {
     "aot_eager": "aot_eager",
@@ -34,8 +35,9 @@ WAYS: dict[str, dict[str, Any] | str] = {
 """Options of ours, or the backend of PyTorch's, which those below it are compared with."""
 
 
-def one(way: str, layers: int) -> float:
-    """CPU seconds of the first step in this process and those that it starts."""
+def one(way: str, layers: int) -> tuple[float, float]:
+    """CPU seconds of the first step in this process and those that it starts, and of planning for the compiler's code
+    among them."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_layer=layers, n_embd=256, n_head=4, use_cache=False)
     model = transformers.GPT2LMHeadModel(config)
@@ -44,9 +46,19 @@ def one(way: str, layers: int) -> float:
     compiled: Any = (
         torch.compile(model, backend=options) if isinstance(options, str) else roundpipe_fx.compile(model, **options)
     )
+    planning: list[float] = []
+    search = lower.search_by_code
+
+    def timed(*arguments: Any) -> Any:
+        begin = _cpu_seconds()
+        plan = search(*arguments)
+        planning.append(_cpu_seconds() - begin)
+        return plan
+
+    lower.search_by_code = timed
     start = _cpu_seconds()
     compiled(input_ids=tokens, labels=tokens).loss.backward()
-    return _cpu_seconds() - start
+    return _cpu_seconds() - start, sum(planning)
 
 
 def _cpu_seconds() -> float:
@@ -61,12 +73,15 @@ def main() -> None:
     parser.add_argument("--one", choices=WAYS, help="run one way in this process, and print the seconds")
     arguments = parser.parse_args()
     if arguments.one:
-        print(one(arguments.one, arguments.layers))
+        print(*one(arguments.one, arguments.layers))
         return
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    planning: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(arguments.rounds):
         for way, measured in seconds.items():
-            measured.append(_in_a_process(way, arguments.layers))
+            whole, part = _in_a_process(way, arguments.layers)
+            measured.append(whole)
+            planning[way].append(part)
     rows, peer = [], ""
     for way, measured in seconds.items():
         peer = way if isinstance(WAYS[way], str) else peer
@@ -77,19 +92,25 @@ def main() -> None:
                 "CPU s": statistics.median(measured),
                 "ratio": statistics.median(ratios),
                 "to": peer,
+                # Of what is left, tracing included; the chosen plan's code is written once, while planning.
+                "planning for code ÷ rest": statistics.median(
+                    part / (whole - part) for whole, part in zip(measured, planning[way], strict=True)
+                )
+                or "",
             }
         )
     name = "first_step" if arguments.layers == 12 else f"first_step_{arguments.layers}_layers"
     report(name, f"the first step, {arguments.layers} layers", rows)
 
 
-def _in_a_process(way: str, layers: int) -> float:
+def _in_a_process(way: str, layers: int) -> tuple[float, float]:
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.first_step", "--one", way, "--layers", str(layers)]
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "ROUNDPIPE_FX_CACHE": folder, "ROUNDPIPE_FX_PLAN_CACHE": "0"}
         environment = {**os.environ, **caches, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return float(done.stdout.split()[-1])
+    whole, part = done.stdout.split()[-2:]
+    return float(whole), float(part)
 
 
 if __name__ == "__main__":
