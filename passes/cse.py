@@ -28,7 +28,8 @@ def eliminate_common_subexpressions(joint: JointGraph) -> JointGraph:
 
 
 def common_subexpressions(joint: JointGraph) -> dict[fx.Node, fx.Node]:
-    """Forward values that equal an earlier one which the backward reads, each with that one.
+    """Forward values that equal an earlier one which the backward reads, each with that one; and those that were made
+    anew for their readers (wide_values).
 
     Results of one operator on equal arguments are equal. Outputs of the forward are left out, because each must be a
     separate tensor.
@@ -53,6 +54,8 @@ def common_subexpressions(joint: JointGraph) -> dict[fx.Node, fx.Node]:
             continue
         if like[node] in read:
             equal_to[node] = read[like[node]]
+        elif Mark.REMADE in node.meta and like[node] is not node:
+            equal_to[node] = like[node]
         elif any(user.meta.get(Mark.PHASE) is Phase.BACKWARD for shown in shows for user in shown.users):
             read[like[node]] = node
     return equal_to

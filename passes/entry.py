@@ -45,6 +45,7 @@ class PassContext:
         registered_syncs: operators that the user declared to force a host sync.
         workspaces: bytes that operators and compiled stages have been seen to allocate internally, by name.
         microbatches: number of microbatches that a batch is split into.
+        recomputes: whether the plan may recompute values.
         one_plan: whether all ranks follow the same plan, so that what it recomputes may communicate.
         unread: numbers of outputs that the caller is assumed to drop without reading them.
         tiles: regions that are carried out in tiles, with the number of tiles.
@@ -73,6 +74,7 @@ class PassContext:
     registered_syncs: Collection[Any] = ()
     workspaces: Mapping[str, int] | None = None
     microbatches: int = 1
+    recomputes: bool = False
     one_plan: bool = False
     unread: frozenset[int] = frozenset()
     tiles: Sequence[tuple[TileRegion, int]] = ()

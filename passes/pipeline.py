@@ -80,6 +80,7 @@ from roundpipe_fx.passes.strided_gradients import mark_strided_gradients
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
 from roundpipe_fx.passes.tiles import tile_regions
 from roundpipe_fx.passes.unread_outputs import leave_out_unread
+from roundpipe_fx.passes.wide_values import compute_for_each_reader
 from roundpipe_fx.passes.workspaces import mark_workspaces
 from roundpipe_fx.torch_private import module_path_text
 
@@ -137,6 +138,11 @@ def _stages(context: PassContext) -> bool:
 def _roundpipe(context: PassContext) -> bool:
     """RoundPipe's schedule"""
     return context.roundpipe_partition is not None
+
+
+def _recomputes(context: PassContext) -> bool:
+    """training within a budget, or with `recompute="full"`"""
+    return context.recomputes
 
 
 def _everything_saved(context: PassContext) -> bool:
@@ -259,6 +265,12 @@ _PASSES = (
         "redundant_views",
         lambda joint, _: remove_redundant_views(joint),
         about="drop views that equal an earlier value",
+    ),
+    Pass(
+        "wide_values",
+        lambda joint, _: compute_for_each_reader(joint),
+        when=_recomputes,
+        about="compute wide values that are cheap to compute from narrow ones anew for each reader",
     ),
     Pass(
         "annotate",

@@ -43,6 +43,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from roundpipe_fx.frontend.index_forms import Affine, Choice, IndexForm, index_form, pure_operation, run_on_host
+from roundpipe_fx.frontend.shared_masks import SharedMasks, write_shared_mask
 from roundpipe_fx.ir.source import source_of
 from roundpipe_fx.torch_private import checkpoint_body, without_modes
 
@@ -57,7 +58,7 @@ _MOST_BYTES = 1 << 24
 def leave_out_causal_masks(module: fx.GraphModule) -> None:
     """Let attention whose mask is causal, or masks nothing, run without a mask, in place. Drop masks nobody reads."""
     if not torch.is_inference_mode_enabled():  # whose tensors do not count what writes to them
-        _leave_out(module, {}, {})
+        _leave_out(module, {}, {}, {})
 
 
 @dataclass(frozen=True)
@@ -66,19 +67,27 @@ class _Mask:
 
     Attributes:
         kind: ``None`` if it masks something else than a causal one, or what it masks is not known.
+        form: ``None`` if it has none that is known.
         sources: all values that it is computed from.
     """
 
     kind: _Kind | None
+    form: IndexForm | None
     sources: tuple[fx.Node, ...]
 
 
-def _leave_out(module: fx.GraphModule, outside: Mapping[fx.Node, Any], known: dict[fx.Node, _Mask | None]) -> None:
+def _leave_out(
+    module: fx.GraphModule,
+    outside: Mapping[fx.Node, Any],
+    known: dict[fx.Node, _Mask | None],
+    written: SharedMasks,
+) -> None:
     """As :func:`leave_out_causal_masks`, for a checkpoint's body too.
 
     Args:
         outside: what inputs of a body are, in the graph around it.
         known: masks that were classified, which layers share; extended.
+        written: masks that were written once for all sequences; extended.
     """
     changed = False
     for node in [*module.graph.nodes]:
@@ -86,15 +95,17 @@ def _leave_out(module: fx.GraphModule, outside: Mapping[fx.Node, Any], known: di
         body = checkpoint_body(module, node)
         if body is not None:
             inputs = body.graph.find_nodes(op="placeholder")
-            _leave_out(body, {**outside, **dict(zip(inputs, node.args[1:], strict=True))}, known)
+            _leave_out(body, {**outside, **dict(zip(inputs, node.args[1:], strict=True))}, known, written)
         elif node.target is F.scaled_dot_product_attention:
-            changed |= _leave_out_mask(node, outside, known)
+            changed |= _leave_out_mask(node, outside, known, written)
     if changed:
         module.recompile()
 
 
-def _leave_out_mask(call: fx.Node, outside: Mapping[fx.Node, Any], known: dict[fx.Node, _Mask | None]) -> bool:
-    """Rewrite a call of attention if its mask is not needed; returns whether it was."""
+def _leave_out_mask(
+    call: fx.Node, outside: Mapping[fx.Node, Any], known: dict[fx.Node, _Mask | None], written: SharedMasks
+) -> bool:
+    """Rewrite a call of attention if its mask is not needed, or not for each sequence; returns whether it was."""
     arguments = dict(zip(_PARAMETERS, call.args, strict=False)) | call.kwargs
     argument = arguments.get("attn_mask")
     if not isinstance(argument, fx.Node) or arguments.get("is_causal", False):
@@ -106,8 +117,15 @@ def _leave_out_mask(call: fx.Node, outside: Mapping[fx.Node, Any], known: dict[f
     if node not in known:
         known[node] = _classify(node, outside)
     mask = known[node]
-    if mask is None or mask.kind is None or not _fits(node.meta["example_value"], mask.kind, arguments):
+    if mask is None:
         return False
+    if mask.kind is None or not _fits(node.meta["example_value"], mask.kind, arguments):
+        shared = write_shared_mask(call, argument, mask.form, arguments, written)
+        if shared is None:
+            return False
+        call.replace_input_with(argument, shared)
+        _drop_unread([argument])
+        return True
     key, value = arguments["key"], arguments["value"]
     assert isinstance(key, fx.Node) and isinstance(value, fx.Node)
     once = _repeated(key), _repeated(value)
@@ -181,7 +199,7 @@ def _classify(mask: fx.Node, outside: Mapping[fx.Node, Any]) -> _Mask | None:
         if kind is None:
             values = _values(sources)
             kind = _kind_of_values(values[mask]) if values is not None else None
-    return _Mask(kind, tuple(sources))
+    return _Mask(kind, forms[mask], tuple(sources))
 
 
 def _fits(mask: torch.Tensor, kind: _Kind, arguments: Mapping[str, Any]) -> bool:

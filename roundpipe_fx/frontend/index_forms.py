@@ -183,7 +183,7 @@ def _settled(form: IndexForm, shape: Sequence[Any]) -> IndexForm:
     return Choice(frozenset(strictest.values()), form.inside, form.outside)
 
 
-def _conditions(form: IndexForm) -> list[Affine] | None:
+def conditions_of(form: IndexForm) -> list[Affine] | None:
     """Conditions that all hold exactly where a boolean is true; ``None`` if it is not written so."""
     if isinstance(form, Choice) and (form.inside, form.outside) == (True, False):
         return [*form.conditions]
@@ -359,7 +359,7 @@ def _elementwise(operation: _Operation) -> IndexForm | None:
         return _of_affine(operation, forms)
     # Two different regions: only their intersection has a form, which a boolean AND is.
     if len({choice.conditions for choice in choices}) > 1:
-        conditions = [_conditions(form) for form in forms]
+        conditions = [conditions_of(form) for form in forms]
         if operation.name not in _AND or operation.result.dtype is not torch.bool or None in conditions:
             return None
         return Choice(frozenset(one for several in conditions if several is not None for one in several), True, False)

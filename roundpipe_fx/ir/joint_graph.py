@@ -64,6 +64,8 @@ class Mark:
     """Index of the stage the node belongs to."""
     ORIGIN = "rpfx_origin"
     """Name of the forward node that a recomputed node repeats."""
+    REMADE = "rpfx_remade"
+    """True on a value that is computed anew for its readers, though an equal one could serve them and others."""
     STRIDED = "rpfx_strided"
     """True on an incoming gradient whose strides matter even if it is missing and replaced by zeros."""
     OBSERVED_TANGENT = "rpfx_observed_tangent"
@@ -153,6 +155,7 @@ MARK_USES: Mapping[str, MarkUse] = {
         "stages roundpipe_slots",
     ),
     Mark.ORIGIN: _use("apply_remat_schedule", "rng analysis codegen compiler report"),
+    Mark.REMADE: _use("wide_values", "cse"),
     Mark.STRIDED: _use("strided_gradients", "api pipeline runtime"),
     Mark.OBSERVED_TANGENT: _use("", "analysis"),
     Mark.LOSS_TIMES: _use("", "analysis"),

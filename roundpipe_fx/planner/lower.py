@@ -197,6 +197,7 @@ def _setting(
         network: the links between all ranks, for which one plan is made; ``None``: each process plans for itself.
     """
     device = options.device or device_of(joint)
+    may_recompute = options.recompute == "full" or asked_budget(joint, options, device) is not None
     context = PassContext(
         options=options,
         device=device,
@@ -206,6 +207,7 @@ def _setting(
         registered_syncs=registered_syncs,
         workspaces=workspaces,
         microbatches=microbatches,
+        recomputes=training and options.rotor is None and may_recompute,
         one_plan=network is not None,
         dump=dump_folder(joint),
     )

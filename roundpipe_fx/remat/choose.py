@@ -119,7 +119,7 @@ def _candidates(
     if whole is not None:
         # Common subexpressions were merged in `whole`: the plan that keeps everything then holds equal values once.
         shared = everything_kept(Blocks(whole))
-        if shared.peak.bytes < kept.peak.bytes:
+        if shared.peak.bytes <= kept.peak.bytes:
             kept, followed = shared, whole
     fits = kept.peak.bytes + margin <= budget * share if isinstance(budget, int) else budget == 1.0
     # A step that fits without recomputation needs no search.

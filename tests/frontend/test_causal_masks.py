@@ -158,6 +158,65 @@ def test_other_masks_stay(name: str, dynamic: bool) -> None:
     assert _found(OTHERS[name], dynamic=dynamic) == "left"
 
 
+def _for_each_sequence(mask: Mask) -> Mask:
+    return lambda n: (mask(n) & (torch.arange(2)[:, None, None, None] >= 0)).expand(2, 3, n, n)
+
+
+SHARED: dict[str, Mask] = {
+    "window": lambda n: (_columns(n) > _rows(n) - 4) & (_columns(n) <= _rows(n)),
+    "window of one": lambda n: (_columns(n) > _rows(n) - 1) & (_columns(n) <= _rows(n)),
+    "one diagonal more": OTHERS["one diagonal more"],
+    "anticausal": OTHERS["anticausal"],
+    "first columns": lambda n: (_columns(n) <= 3) & (_rows(n) >= 0),
+    "last rows": lambda n: (_columns(n) >= 0) & (_rows(n) > 1),
+    "not the first row": lambda n: (_columns(n) <= _rows(n)) & (_rows(n) > 1),
+}
+"""Masks that are the same in every sequence and head, and not causal."""
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", SHARED)
+def test_a_mask_that_sequences_share_is_made_once_for_all(name: str, dynamic: bool) -> None:
+    mask, x = _for_each_sequence(SHARED[name]), _heads()
+    module = dynamo_graph(_attend(mask), x, dynamic=dynamic)
+    leave_out_causal_masks(module)
+    module.graph.lint()
+    compact = _call(module).kwargs["attn_mask"]
+    assert compact.meta["example_value"].shape[:2] == (1, 1)
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    graph.graph_copy(module.graph, copies)
+    graph.output(copies[compact])
+    inputs = [
+        x if isinstance(node.meta["example_value"], torch.Tensor) else LENGTH
+        for node in graph.find_nodes(op="placeholder")
+    ]
+    value = fx.GraphModule(module, graph)(*inputs)
+    assert torch.equal(value.expand(2, 3, LENGTH, LENGTH), mask(LENGTH))
+
+
+@pytest.mark.parametrize("name", ["packed", "prefix", "in one head", "in one sequence"])
+def test_a_mask_that_is_not_known_to_be_shared_stays(name: str) -> None:
+    module = dynamo_graph(_attend(_for_each_sequence(OTHERS[name])), _heads())
+    before = module.code
+    leave_out_causal_masks(module)
+    assert module.code == before
+
+
+def test_attentions_share_a_mask() -> None:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        near, far = (_for_each_sequence(_window(size))(LENGTH) for size in (2, 3))
+        for mask in (near, far, near, far):
+            x = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        return x
+
+    module = dynamo_graph(attend, _heads())
+    leave_out_causal_masks(module)
+    calls = module.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    masks = [call.kwargs["attn_mask"] for call in calls]
+    assert masks[0] is masks[2] and masks[1] is masks[3] and masks[0] is not masks[1]
+
+
 def test_a_token_alone_sees_itself() -> None:
     assert _found(CAUSAL["compared"], length=1) == "none"
 
@@ -383,7 +442,14 @@ OF_INPUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", long_but(OF_INPUTS, quick={"window of the length"}))
+def test_a_window_is_not_made_for_each_sequence() -> None:
+    plan = _planned(_decoder("mistral", sliding_window=16), _batch(rows=3))
+    masks = [line for line in _squares(plan) if "bool[" in line]
+    assert masks
+    assert not [line for line in _squares(plan) if f"[3, 1, {TOKENS}, {TOKENS}]" in line]
+
+
+@pytest.mark.parametrize("name", long_but(OF_INPUTS, quick={"narrow window", "window of the length"}))
 def test_masks_that_eager_makes_too_have_its_bits(name: str) -> None:
     sizes, inputs = OF_INPUTS[name]
     model, batch = _decoder("mistral", **sizes), _batch(**inputs)
