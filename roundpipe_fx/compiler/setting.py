@@ -31,7 +31,7 @@ class Setting:
         sent: bytes of values that leave for the host though the user has not asked for it, if their copies are hidden;
             the last of them may exceed it.
         room: bytes that all these values have at most.
-        read_in_tiles: gives what plans in tiles reach; ``None``: there are none.
+        read_in_tiles: gives what plans in tiles reach if the caller drops some outputs; ``None``: there are none.
         histories: blocks that the device's allocator has now, by which the plan is judged too.
     """
 
@@ -42,7 +42,7 @@ class Setting:
     step: StepNeeds | None = None
     sent: int = 0
     room: int = 0
-    read_in_tiles: Callable[[], PlansInTiles] | None = None
+    read_in_tiles: Callable[[frozenset[int]], PlansInTiles] | None = None
     histories: Sequence[History] = ()
 
     @property

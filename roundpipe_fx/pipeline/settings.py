@@ -207,9 +207,10 @@ def parse_pipelining(
         if host_links is not None:
             raise ValueError("host_links is for a model on the CPU that devices train: give devices=['cuda:0'] too.")
         return None
-    if options.outputs == "dropped":
+    if options.outputs in ("dropped", "unread"):
         raise ValueError(
-            "outputs='dropped' is for one device: with microbatches outputs are merged and held until the step is over."
+            f"outputs={options.outputs!r} is for one device: with microbatches outputs are merged and held until the "
+            "step is over. forward_backward() without return_outputs=True makes none beside the loss."
         )
     if isinstance(devices, (str, torch.device)):
         raise TypeError(f"devices={devices!r}: give a list, as devices=['cuda:0', 'cuda:1'].")

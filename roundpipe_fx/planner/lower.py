@@ -25,6 +25,7 @@ from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes
 from roundpipe_fx.compiler.schedule_data import schedule_as_data, schedule_from_data
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.values_on_host import wants_host
+from roundpipe_fx.ir.alternative_plans import PlansInTiles
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.recompute_marks import budget_of_region
@@ -253,7 +254,11 @@ def _with_lazy_tiled_frontier(joint: JointGraph, setting: Setting) -> Setting:
     options = setting.options
     if options.tiling == "never" or options.rotor is not None:
         return setting
-    return dataclasses.replace(setting, read_in_tiles=functools.partial(plans_in_tiles, joint, setting))
+
+    def read_in_tiles(dropped: frozenset[int]) -> PlansInTiles:
+        return plans_in_tiles(dataclasses.replace(joint, dropped=dropped), setting)
+
+    return dataclasses.replace(setting, read_in_tiles=read_in_tiles)
 
 
 def _plan_file(joint: JointGraph, setting: Setting, outputs: Sequence[frozenset[int]]) -> PlanFile | None:

@@ -22,6 +22,7 @@ from roundpipe_fx.analysis.allocator_histories import histories_of
 from roundpipe_fx.analysis.caching_allocator import CachingAllocator, History
 from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data, learned_name, seconds_together
 from roundpipe_fx.analysis.memory_timeline import memory_timeline
+from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.outside_loss import output_bytes
 from roundpipe_fx.analysis.program_events import Follow
 from roundpipe_fx.analysis.simulator import peak_of_course, worst_history
@@ -29,8 +30,9 @@ from roundpipe_fx.codegen import Program, StageModule, own_nodes
 from roundpipe_fx.compiler.lowered import Lowered, course_of_programs, trained_inputs
 from roundpipe_fx.compiler.planned_values import ValueCosts, allocating, hoist_reason, planned_tiles, planned_values
 from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.ir.alternative_plans import PlansInTiles
 from roundpipe_fx.ir.decisions import PlannedStage
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values, viewed
 from roundpipe_fx.ir.segment import StageCut
 from roundpipe_fx.pipeline.host_memory import ASSUMED_HOST_BYTES
 from roundpipe_fx.report.plan import Plan
@@ -65,7 +67,7 @@ def plan_of(lowered: Lowered) -> Plan:
         programs=(lowered.forward,) if backward is None else (lowered.forward, backward),
         read_operations=chosen.read_operations if chosen is not None else None,
         read_step=_reader(lowered),
-        read_in_tiles=setting.read_in_tiles,
+        read_in_tiles=_tiles_reader(lowered),
         tiles=planned_tiles(joint),
         dropped_bytes=output_bytes(joint, joint.dropped),
         unread_bytes=output_bytes(joint, joint.unread),
@@ -98,7 +100,30 @@ def with_dropped_outputs(plan: Plan, lowered: Lowered) -> Plan:
         lowered: the programs, and the outputs that the caller drops.
     """
     dropped = output_bytes(lowered.joint, lowered.joint.dropped)
-    return dataclasses.replace(plan, peak=lowered.peak, dropped_bytes=dropped, read_step=_reader(lowered))
+    plan = dataclasses.replace(plan, peak=lowered.peak, dropped_bytes=dropped, read_step=_reader(lowered))
+    if plan.read_operations is None:
+        return plan
+    # Other plans were looked at as if the outputs were held; they are looked for again when somebody asks.
+    names = frozenset(viewed(lowered.joint.outputs[position]).name for position in lowered.joint.dropped)
+    return dataclasses.replace(
+        plan,
+        trade_off=((plan.peak_bytes, plan.recompute_seconds),),
+        read_operations=functools.partial(_operations_dropping, plan.read_operations, names),
+        read_in_tiles=_tiles_reader(lowered),
+    )
+
+
+def _operations_dropping(read_operations: Callable[[], OperationGraph], names: Collection[str]) -> OperationGraph:
+    """The operations of a graph for a caller that drops outputs, by name, when the forward is over."""
+    operations = read_operations()
+    dropped = {storage for storage in operations.outputs if operations.values[storage].name in names}
+    outputs, released = operations.outputs - dropped, operations.released | dropped
+    return dataclasses.replace(operations, outputs=outputs, released=released)
+
+
+def _tiles_reader(lowered: Lowered) -> Callable[[], PlansInTiles] | None:
+    read = lowered.setting.read_in_tiles
+    return None if read is None else functools.partial(read, lowered.joint.dropped)
 
 
 def _reader(lowered: Lowered) -> Callable[[], EmittedStep]:

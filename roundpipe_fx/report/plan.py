@@ -203,10 +203,12 @@ class Plan(Decisions):
             return tuple((plan.bytes, plan.seconds) for plan in self._in_tiles.plans.plans if not plan.tiles)
         if len(self.trade_off) > 1 or self.operations is None or self.pipeline is not None:
             return self.trade_off
-        # All fitted as it was, so nothing else was looked at.
-        (whole,) = self.trade_off
+        # All fitted as it was, or a step has shown outputs to be dropped, so nothing else was looked at.
+        (chosen,) = self.trade_off
         points_untiled = [(item.peak.bytes, item.seconds) for item in search(Blocks(self.operations)).candidates]
-        return (whole, *(point for point in points_untiled if point[0] < whole[0]))
+        if chosen[1]:
+            return _undominated([chosen, *points_untiled])
+        return (chosen, *(point for point in points_untiled if point[0] < chosen[0]))
 
     @functools.cached_property
     def _in_tiles(self) -> PlansInTiles | None:

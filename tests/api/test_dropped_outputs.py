@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -219,6 +220,26 @@ def test_sizes_that_vary(compiler: Any) -> None:
     assert measured <= model.plan.peak_bytes
     scores = _hold(model, x[:rows], y[:rows])
     torch.testing.assert_close(scores, own(x[:rows], y[:rows])[1])
+
+
+@pytest.mark.parametrize("budget", [1 << 30, 0.5])
+def test_the_frontier_is_that_of_dropped_outputs(budget: float) -> None:
+    model, *batch = _made()
+    compiled = roundpipe_fx.compile(model, memory_budget=budget)
+    compiled.trace(*batch)
+    held = compiled.plan.frontier()
+    _drop(compiled, *batch)
+    plan = compiled.plan
+    assert plan.dropped_bytes == _SCORES
+    points = plan.frontier()
+    assert plan.point() in points
+    assert all(more[0] > less[0] and more[1] < less[1] for more, less in itertools.pairwise(points))
+    torch._dynamo.reset()
+    known = roundpipe_fx.compile(model, memory_budget=budget, outputs="dropped").trace(*batch)
+    # Between the ends, other schedules may be looked at.
+    assert (points[0], points[-1]) == (known.frontier()[0], known.frontier()[-1])
+    assert points[-1][0] < held[-1][0]
+    assert roundpipe_fx.Plan.from_json(plan.to_json()).frontier() == points
 
 
 def test_in_place() -> None:

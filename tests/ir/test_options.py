@@ -44,8 +44,11 @@ def test_unknown_values(options: dict, error: type[Exception], message: str) -> 
 
 
 def test_a_plan_for_several_devices_refuses_what_their_compilation_does() -> None:
-    with pytest.raises(ValueError, match="outputs='dropped' is for one device"):
-        roundpipe_fx.plan(linear_chain(), torch.randn(2, 4), outputs="dropped", devices=2)
+    for outputs in ("dropped", "unread"):
+        with pytest.raises(ValueError, match=f"outputs='{outputs}' is for one device"):
+            roundpipe_fx.plan(linear_chain(), torch.randn(2, 4), outputs=outputs, devices=2)
+        with pytest.raises(ValueError, match=f"outputs='{outputs}' is for one device"):
+            roundpipe_fx.compile(linear_chain(), num_microbatches=2, outputs=outputs)
 
 
 def test_unknown_names() -> None:
