@@ -219,10 +219,24 @@ def _check(model: Any) -> None:
             "roundpipe_fx.compile takes no ScriptModule: code that torch.jit has compiled cannot be traced. "
             "Compile the model that it was made from."
         )
+    offloaded = [name or "the model" for name, module in model.named_modules() if _is_offloaded(module)]
+    if offloaded:
+        raise TypeError(
+            f"roundpipe_fx.compile takes no model whose weights accelerate's hooks bring in for each forward, as those "
+            f"of {offloaded[0]!r}: they get no gradients, and the hooks cannot be traced. Load the model without "
+            "device_map= and cpu_offload, or remove the hooks: accelerate.hooks.remove_hook_from_submodules(model). "
+            "devices=['cuda:0'] keeps the weights of a model that is on the CPU there, and trains them."
+        )
     if isinstance(model, CompiledModule):
         raise TypeError(COMPILED.format("roundpipe_fx.compile"))
     if isinstance(model, torch_private.OptimizedModule) or model._compiled_call_impl is not None:
         raise TypeError(COMPILED.format("torch.compile"))
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Test for a hook of accelerate's that moves a module's weights, which are elsewhere between its forwards."""
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ())))
 
 
 def _check_inside(model: nn.Module) -> None:

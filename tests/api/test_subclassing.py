@@ -267,6 +267,19 @@ def test_traced_by_others() -> None:
     assert torch.equal(functional_call(compiled, state, (X,)), functional_call(model, state, (X,)))
 
 
+def test_a_model_that_accelerate_offloads_is_refused() -> None:
+    """Its weights get no gradients eagerly either. Without the hooks it is a model like any other."""
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.cpu_offload(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), execution_device="cpu")
+    model(torch.randn(2, 4)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(TypeError, match=r"accelerate's hooks bring in .* those of '0'.* devices=\['cuda:0'\]"):
+        roundpipe_fx.compile(model)
+    accelerate.hooks.remove_hook_from_submodules(model)
+    roundpipe_fx.compile(model)(torch.randn(2, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_what_is_compiled_already_is_refused() -> None:
     model = linear_chain()
     compiled = roundpipe_fx.compile(model)

@@ -45,9 +45,12 @@ def _hooked() -> nn.Module:
     return model
 
 
-def _offloaded() -> nn.Module:
-    accelerate = pytest.importorskip("accelerate")
-    return accelerate.cpu_offload(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+def _dispatched() -> nn.Module:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    for module in model.modules():
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device="cpu"))
+    return model
 
 
 @pytest.mark.parametrize(
@@ -57,7 +60,7 @@ def _offloaded() -> nn.Module:
         (lambda: _Reading(4, 4), "reads a number from a tensor"),
         (lambda: _Breaking(4, 4), "what the text of this error names"),
         (_hooked, "backward hooks of '0'"),
-        (_offloaded, "accelerate's hooks, as of 'the model', '0'"),
+        (_dispatched, "accelerate's hooks, as of 'the model', '0'"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
