@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import torch
 import transformers
 
 import roundpipe_fx
+from benchmarks.resident import cpu_seconds
 from benchmarks.side_by_side import report
 from roundpipe_fx.planner import lower
 
@@ -50,20 +50,15 @@ def one(way: str, layers: int) -> tuple[float, float]:
     search = lower.search_by_code
 
     def timed(*arguments: Any) -> Any:
-        begin = _cpu_seconds()
+        begin = cpu_seconds()
         plan = search(*arguments)
-        planning.append(_cpu_seconds() - begin)
+        planning.append(cpu_seconds() - begin)
         return plan
 
     lower.search_by_code = timed
-    start = _cpu_seconds()
+    start = cpu_seconds()
     compiled(input_ids=tokens, labels=tokens).loss.backward()
-    return _cpu_seconds() - start, sum(planning)
-
-
-def _cpu_seconds() -> float:
-    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in both)
+    return cpu_seconds() - start, sum(planning)
 
 
 def main() -> None:

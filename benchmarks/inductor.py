@@ -6,8 +6,9 @@ python -m benchmarks.inductor --ways torch.compile "ours 0.0"
 
 Each measurement is a process with one thread. Bytes are the peak of the resident set beyond that before the step, with
 an allocator that returns what is freed at once; ours have those of the plan in brackets. Seconds are those of the
-processor, the median of steps with an allocator that keeps it; the last figure is the time of the first step, which
-compiles, with nothing from the disk.
+processor, the median of steps with an allocator that keeps it; the last figure is those of the first step, which
+compiles with one thread and nothing from the disk. One way has for its budget the bytes that ``torch.compile`` was
+measured to need with a budget of 0.5.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 import roundpipe_fx
 from benchmarks.models import UNet
-from benchmarks.resident import Peak, in_a_process, keep_freed_memory
+from benchmarks.resident import Peak, cpu_seconds, in_a_process, keep_freed_memory
 from benchmarks.side_by_side import RESULTS, Case, build, checkpoint_blocks, report, step
 from benchmarks.side_by_side import cases as small_vocabularies
 
 _SMALL, _LARGE = 1024, 32768
-FIGURES = "resident MB (planned) / processor seconds of a step / seconds of the first step, one thread"
+FIGURES = "resident MB (planned) / processor seconds of a step / processor seconds of the first step, one thread"
 
 _Way = Callable[[nn.Module, Case], Callable[..., Any]]
 
@@ -50,7 +51,7 @@ def compiled_by_torch(budget: float = 1.0) -> _Way:
     return way
 
 
-def compiled_by_us(budget: float | None) -> _Way:
+def compiled_by_us(budget: float | int | None) -> _Way:
     """Ours, with stages that Inductor compiles."""
     return lambda model, _: roundpipe_fx.compile(model, memory_budget=budget, stage_compiler="inductor")
 
@@ -59,13 +60,14 @@ WAYS: dict[str, _Way] = {
     "checkpoint per block": lambda model, case: checkpoint_blocks(model, case.blocks),
     "torch.compile": compiled_by_torch(),
     "torch.compile 0.5": compiled_by_torch(0.5),
-    "torch.compile 0.0": compiled_by_torch(0.0),
+    "torch.compile 0.2": compiled_by_torch(0.2),
     "ours": compiled_by_us(None),
-    "ours 1.0": compiled_by_us(1.0),
-    "ours 0.5": compiled_by_us(0.5),
+    "ours, as 0.5": compiled_by_us(None),
     "ours 0.0": compiled_by_us(0.0),
 }
 """Ways to compile a model; the number in a name is the memory budget."""
+_SAME_BYTES = {"ours, as 0.5": "torch.compile 0.5"}
+"""Ways whose budget is the bytes that another one was measured to need."""
 
 
 class _DropoutMLP(nn.Module):
@@ -225,10 +227,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=[*by_name], choices=[*by_name], metavar="MODEL")
     parser.add_argument("--ways", nargs="*", default=[*WAYS], choices=[*WAYS], metavar="WAY")
     parser.add_argument("--one", nargs=2)
+    parser.add_argument("--bytes", type=int)
     asked = parser.parse_args()
     if asked.one:
         name, way = asked.one
-        print(json.dumps(measured(by_name[name], WAYS[way])))
+        print(json.dumps(measured(by_name[name], compiled_by_us(asked.bytes) if asked.bytes else WAYS[way])))
         return
     rows = {row["model"]: row for row in _stored()}
     for name in asked.models:
@@ -245,8 +248,16 @@ def _stored() -> list[dict[str, Any]]:
 
 def _row(name: str, ways: list[str]) -> dict[str, Any]:
     row: dict[str, Any] = {"model": name, **dict.fromkeys(WAYS, "")}
+    sizes: dict[str, int] = {}
     for way in ways:
-        found = in_a_process("inductor", "--one", name, way)
+        arguments = ["--one", name, way]
+        if way in _SAME_BYTES:
+            if _SAME_BYTES[way] not in sizes:
+                continue
+            arguments += ["--bytes", str(sizes[_SAME_BYTES[way]])]
+        found = in_a_process("inductor", *arguments)
+        if not isinstance(found, str):
+            sizes[way] = found["bytes"]
         row[way] = found if isinstance(found, str) else cell(**found)
         print(f"{name}, {way}: {row[way]}", file=sys.stderr, flush=True)
     return row
@@ -258,15 +269,15 @@ def cell(bytes: int, planned: int | None, seconds: float, first: float) -> str:
     Args:
         bytes: of the peak.
         planned: those of the plan, if there is one.
-        seconds: of a step.
-        first: of the first one.
+        seconds: processor seconds of a step.
+        first: those of the first one, and of the compilers that it starts.
     """
     of_plan = "" if planned is None else f" ({planned / 1e6:.0f})"
     return f"{bytes / 1e6:.0f}{of_plan} / {seconds:.2f} / {first:.0f}"
 
 
 def measured(case: Case, way: _Way) -> dict[str, Any]:
-    """Peak and planned bytes, seconds of a step and of the first one, in this process.
+    """Peak and planned bytes, processor seconds of a step and of the first one, in this process.
 
     Args:
         case: the model and its batch.
@@ -275,9 +286,9 @@ def measured(case: Case, way: _Way) -> dict[str, Any]:
     torch.set_num_threads(1)
     model, batch = build(case), case.make_batch()
     run = way(model, case)
-    begin = time.perf_counter()
+    begin = cpu_seconds()
     step(run, model, batch)
-    first = time.perf_counter() - begin
+    first = cpu_seconds() - begin
     for _ in range(3):  # a plan may learn from the first
         model.zero_grad()
         resident = Peak()

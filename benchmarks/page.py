@@ -86,8 +86,9 @@ _PARTS = (
         "Stages compiled by Inductor",
         "benchmarks.inductor",
         "Peak of the resident set above that before the step (in brackets what was planned), processor seconds of a "
-        "step, and seconds of the first one, which compiles, beside `torch.compile` with and without "
-        "`activation_memory_budget`. The number is the budget. Empty cells were not measured.",
+        "step, and of the first one, which compiles, beside `torch.compile` with and without "
+        "`activation_memory_budget`. The number is the budget; *as 0.5* has as many bytes for its budget as "
+        "`torch.compile` was measured to need with 0.5.",
     ),
     _Part(
         "budget_curve",

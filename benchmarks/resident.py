@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,12 @@ class Peak:
     def bytes(self) -> int:
         """Bytes at most, beyond those at the beginning."""
         return _resident("VmHWM") - self._before
+
+
+def cpu_seconds() -> float:
+    """Processor seconds of this process, and of those that it started and that ended."""
+    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
 
 def _resident(kind: str) -> int:
@@ -54,6 +61,7 @@ def in_a_process(benchmark: str, *arguments: str) -> dict[str, Any] | str:
     """
     command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{benchmark}", *arguments]
     environment = {**os.environ, **_ALLOCATOR, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in the process itself, so that its seconds are counted
     with tempfile.TemporaryDirectory() as cache:
         environment |= {"TORCHINDUCTOR_CACHE_DIR": cache, "ROUNDPIPE_FX_CACHE": cache}
         ran = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, env=environment)
