@@ -17,7 +17,7 @@ from torch import nn
 
 import roundpipe_fx
 from benchmarks.side_by_side import fresh, rates_of, report
-from roundpipe_fx.planner import kinds_of_regions
+from roundpipe_fx.planner import region_classes
 
 _DEVICE = "H100"
 _HEADS = {
@@ -54,7 +54,7 @@ def planned(name: str, count: int) -> dict[str, Any]:
         hidden = torch.empty(count, width, dtype=torch.bfloat16, requires_grad=True)
         labels = torch.empty(count, dtype=torch.int64)
     batch = {"hidden": hidden, "labels": labels}
-    with mock.patch.object(kinds_of_regions, "class_regions", lambda *_: []):
+    with mock.patch.object(region_classes, "find_vocabulary_regions", lambda *_: []):
         by_rows, seconds_by_rows = at_least(model, batch)
     by_words, seconds_by_words = at_least(model, batch)
     return {

@@ -15,14 +15,14 @@ from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Phase
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.passes.entry import Pass, PassLevel
-from roundpipe_fx.planner.lower import prepare
+from roundpipe_fx.planner.lower import run_common_passes
 
 __all__ = ["annotated", "planned", "stage_modules", "staged"]
 
 
 def annotated(joint: JointGraph) -> tuple[JointGraph, Setting]:
     """After the passes on joint graphs; kernels are not measured."""
-    return prepare(joint, Options(passes=_without("workspaces")), ())
+    return run_common_passes(joint, Options(passes=_without("workspaces")), ())
 
 
 def staged(joint: JointGraph, stages: int | str = "auto", left_out: Collection[str] = ()) -> tuple[JointGraph, Setting]:
@@ -33,7 +33,7 @@ def staged(joint: JointGraph, stages: int | str = "auto", left_out: Collection[s
         stages: as the option; fewer where there are not so many segments.
         left_out: passes that do not run.
     """
-    joint, setting = prepare(joint, Options(passes=_without("workspaces", *left_out), stages=stages), ())
+    joint, setting = run_common_passes(joint, Options(passes=_without("workspaces", *left_out), stages=stages), ())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="roundpipe_fx: stages=")
         return setting.run(cut(joint, setting), PassLevel.STAGED), setting

@@ -11,7 +11,7 @@ from roundpipe_fx.passes.mean_losses import split_mean_losses
 from roundpipe_fx.passes.online_softmax import write_online
 from roundpipe_fx.passes.pipeline import body_costs
 from roundpipe_fx.passes.tiles import tile_regions
-from roundpipe_fx.planner.class_tiles import class_regions, operations_of
+from roundpipe_fx.planner.vocabulary_tiles import find_vocabulary_regions, replaced_operations
 
 __all__ = ["tiled_passes"]
 
@@ -27,10 +27,10 @@ def tiled_passes(tiles: int, by_class: bool = False) -> Callable[[list[Pass]], S
     def run(joint: JointGraph, context: PassContext) -> JointGraph:
         joint = split_mean_losses(joint, context.costs, context.device)
         costs = body_costs(context)
-        heads = class_regions(joint, context.costs) if by_class else []
-        replaced = frozenset().union(*(operations_of(joint, head) for head in heads))
+        heads = find_vocabulary_regions(joint, context.costs) if by_class else []
+        replaced = frozenset().union(*(replaced_operations(joint, head) for head in heads))
         regions = TileRegions(joint).as_wide_as(0)
-        others = [region for region in regions if replaced.isdisjoint(operations_of(joint, region))]
+        others = [region for region in regions if replaced.isdisjoint(replaced_operations(joint, region))]
         joint = write_online(joint, {name for head in heads for name in head.online}, context.costs, context.device)
         return tile_regions(joint, [(region, min(tiles, region.rows)) for region in (*others, *heads)], costs)
 

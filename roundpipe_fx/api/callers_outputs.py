@@ -19,7 +19,7 @@ from roundpipe_fx.budget import Infeasible, bytes_text
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.ir.joint_graph import JointGraph, viewed
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.planner.lower import bounded_in_bytes
+from roundpipe_fx.planner.lower import is_bounded_in_bytes
 from roundpipe_fx.runtime.dropped_outputs import DroppedOutputs
 from roundpipe_fx.runtime.unread_outputs import UnreadOutputs
 
@@ -125,7 +125,7 @@ class CallersOutputs:
             return
         gained = output_bytes(joint, self._droppable - joint.dropped)
         # Of a share of what can be reached, both ends are less, and the plan is mostly the same.
-        bounded = bounded_in_bytes(joint, self._options) or self._options.memory_budget == 0.0
+        bounded = is_bounded_in_bytes(joint, self._options) or self._options.memory_budget == 0.0
         may_replan = bounded and learned.steps.replans and lowered.is_tight
         if may_replan and budget is not None and gained > _WORTH_PLANNING * budget:
             learned.see_dropped(self._graph, self._droppable)

@@ -41,7 +41,7 @@ from roundpipe_fx.ir.text import joint_text
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph, StepObservers, compile_pipelined_graph
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState, StepSetting
-from roundpipe_fx.planner.lower import asked_budget, bounded_in_bytes, lower
+from roundpipe_fx.planner.lower import is_bounded_in_bytes, lower, requested_budget
 from roundpipe_fx.planner.lower_pipeline import lower_pipeline
 from roundpipe_fx.report.make_plan import plan_of, with_dropped_outputs
 from roundpipe_fx.report.out_of_memory_text import planned_memory
@@ -126,7 +126,7 @@ class _Compilation:
         assumed = self.learned.of_graph(self.name)
         with torch_private.without_modes():
             # A budget in bytes bounds the largest sizes that the plan is made for, so these are found first.
-            if bounded_in_bytes(view, self.options):
+            if is_bounded_in_bytes(view, self.options):
                 return lower_for_sizes(view, assumed, lower, lambda result: lowered_of(result).recompute_seconds > 0)
             torch_private.assume_sizes(view.module, assumed)
             return lower(view)
@@ -192,7 +192,7 @@ class _OnOneDevice(_Compilation):
         if self.options.rotor is not None:
             return None
         training = lowered.backward is not None
-        asked = asked_budget(lowered.joint, self.options, lowered.setting.device)
+        asked = requested_budget(lowered.joint, self.options, lowered.setting.device)
         if asked is None:
             return None
         operations = lowered.chosen.read_operations if lowered.chosen is not None else None
@@ -384,7 +384,7 @@ class _InPipeline(_Compilation):
 
         # Lowering rewrites the graph; a second attempt needs a copy.
         spare = view.copy() if self.step.sizes_differ or self.learned.share < 1 else None
-        allowed = asked_budget(view, self.options, self.options.device or device_of(view))
+        allowed = requested_budget(view, self.options, self.options.device or device_of(view))
         result = lower(view, self.options, self.learned.share)
         if isinstance(result, Found) or spare is None or not isinstance(allowed, int):
             return result

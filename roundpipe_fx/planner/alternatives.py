@@ -15,7 +15,7 @@ from roundpipe_fx.compiler.alternative_values import alternative_value, recomput
 from roundpipe_fx.ir.alternative_plans import Alternative, Alternatives, AlternativeValue
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.steps import steps_of
-from roundpipe_fx.planner.evaluation import ScheduleEvaluation, timed
+from roundpipe_fx.planner.evaluation import ScheduleEvaluation, with_timing
 from roundpipe_fx.schedules import Timing
 
 _PIECES = 240
@@ -24,7 +24,7 @@ _PIECES_OF_ALL = 16_384
 """The same for all devices together."""
 
 
-def chosen_among(
+def with_frontier(
     attempts: Sequence[ScheduleEvaluation], chosen: ScheduleEvaluation, budget: int, allowed: int | None = None
 ) -> ScheduleEvaluation:
     """The chosen attempt, with the frontier of all, and with the sharded parameters gathered that the budget has room
@@ -47,7 +47,7 @@ def chosen_among(
         trade_off=tuple((attempt.peak, attempt.recompute_seconds) for attempt in frontier),
         alternatives=_alternatives(chosen, frontier),
     )
-    return timed(chosen, pipeline, pipeline.predict(pipeline.pipelining.microbatches))
+    return with_timing(chosen, pipeline, pipeline.predict(pipeline.pipelining.microbatches))
 
 
 def _with_own_modules(attempt: ScheduleEvaluation) -> LoweredPipeline:

@@ -28,7 +28,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.pipeline.same_segments import OperationKey, find_like_starts, map_boundaries, segment_starts
 from roundpipe_fx.pipeline.settings import Pipelining, Structure
-from roundpipe_fx.planner.stages_in_pieces import pieces_of
+from roundpipe_fx.planner.stages_in_pieces import find_piece_starts
 from roundpipe_fx.schedules import ScheduleSpec
 from roundpipe_fx.schedules.balance_offloaded_stages import Weights, balance_offloaded_stages
 from roundpipe_fx.schedules.registry import default_schedule
@@ -79,18 +79,20 @@ def cut_for_schedule(
         ValueError: a stage name that does not exist in the model.
     """
     starts = find_like_starts(joint, like.starts) if like is not None else None
-    asked = dataclasses.replace(setting.options, stages=_stages_asked(setting, pipelining, spec))
+    asked = dataclasses.replace(setting.options, stages=_requested_stages(setting, pipelining, spec))
     # Without a backward slots have nothing to balance: the schedule for inference is the usual one.
     if not setting.context.training and (like is None or pipelining.offloaded):
         spec = default_schedule(pipelining.offloaded, training=False)
-    averages = setting.options.stages == "auto" and asked.stages == 1 and _averages_by_stages(setting, pipelining, spec)
+    averages = (
+        setting.options.stages == "auto" and asked.stages == 1 and _is_averaged_by_stages(setting, pipelining, spec)
+    )
     cut: RoundPipePartition | tuple[int, ...]
     if spec.dispatches:
         # Slots begin at stages of the user's choice only where the model is offloaded.
         options = setting.options if pipelining.offloaded else dataclasses.replace(setting.options, stages="auto")
         setting = setting.with_decisions(options=options, updates_whole=True, segment_starts=starts)
         joint = setting.run(joint, PassLevel.ANNOTATED)
-        cut = _slots(joint, setting, pipelining, like, weight_limit)
+        cut = _cut_slots(joint, setting, pipelining, like, weight_limit)
         # Slots say where stages begin; what the user asked for is passed on for the other passes.
         setting = setting.with_decisions(options=asked, roundpipe_partition=cut)
         joint = setting.run(joint, PassLevel.SEGMENTED)
@@ -100,7 +102,7 @@ def cut_for_schedule(
         joint = setting.run(joint, PassLevel.ANNOTATED)
         if averages:
             known = like.cut if like is not None and not isinstance(like.cut, RoundPipePartition) else None
-            count = _stages_to_average(joint, pipelining.sharded) if known is None else len(known)
+            count = _count_averaged_stages(joint, pipelining.sharded) if known is None else len(known)
             setting = setting.with_decisions(options=dataclasses.replace(asked, stages=count))
         if like is not None and not isinstance(like.cut, RoundPipePartition):
             boundaries = map_boundaries(like.cut, like.starts, segment_starts(joint))
@@ -110,7 +112,7 @@ def cut_for_schedule(
         if in_pieces:
             # Each stage is divided into equally many pieces, which become stages of their own.
             setting = setting.with_decisions(
-                stage_starts=pieces_of(setting.run(joint.copy(), PassLevel.SEGMENTED).cuts)
+                stage_starts=find_piece_starts(setting.run(joint.copy(), PassLevel.SEGMENTED).cuts)
             )
         joint = setting.run(joint, PassLevel.SEGMENTED)
         cut = tuple(stage.first for stage in joint.cuts)
@@ -120,7 +122,7 @@ def cut_for_schedule(
     )
 
 
-def _stages_asked(setting: Setting, pipelining: Pipelining, spec: ScheduleSpec) -> int | str | tuple[str, ...]:
+def _requested_stages(setting: Setting, pipelining: Pipelining, spec: ScheduleSpec) -> int | str | tuple[str, ...]:
     """Number of stages, or where they begin: the user's choice, or the schedule's."""
     if setting.options.stages != "auto":
         return setting.options.stages
@@ -129,7 +131,7 @@ def _stages_asked(setting: Setting, pipelining: Pipelining, spec: ScheduleSpec) 
     return pipelining.workers * spec.stages_per_device
 
 
-def _averages_by_stages(setting: Setting, pipelining: Pipelining, spec: ScheduleSpec) -> bool:
+def _is_averaged_by_stages(setting: Setting, pipelining: Pipelining, spec: ScheduleSpec) -> bool:
     """Return whether a replica of one device is to have several stages.
 
     The gradients of each are averaged beside the backward of those before it. Sharded parameters are gathered by stage,
@@ -139,7 +141,7 @@ def _averages_by_stages(setting: Setting, pipelining: Pipelining, spec: Schedule
     return replicated and spec.stages is None and (not pipelining.sharded or pipelining.microbatches == 1)
 
 
-def _stages_to_average(joint: JointGraph, sharded: bool) -> int:
+def _count_averaged_stages(joint: JointGraph, sharded: bool) -> int:
     """As many as have gradients that are worth a reduction of their own, and segments."""
     size = sum(
         tensor_bytes(tensor_values(node))
@@ -169,7 +171,7 @@ def weight_limits(setting: Setting, budget: int | float | None) -> list[int | No
     return [*(int(budget * share) for share in _WEIGHT_SHARES), None]
 
 
-def _slots(
+def _cut_slots(
     joint: JointGraph, setting: Setting, pipelining: Pipelining, like: Structure | None, weight_limit: int | None
 ) -> RoundPipePartition:
     """The segments of each slot; those of an offloaded model begin where the user asked stages to begin."""
@@ -178,7 +180,7 @@ def _slots(
     devices, microbatches = pipelining.workers, pipelining.microbatches
     if like is not None and isinstance(like.cut, RoundPipePartition):
         # Slots of another microbatch's shape, at the same operations.
-        alike = _same_slots(like.cut, like.starts, segment_starts(joint))
+        alike = _match_slots(like.cut, like.starts, segment_starts(joint))
         if alike is not None:
             return alike
     if setting.options.stages != "auto":
@@ -195,7 +197,7 @@ def _slots(
     return balance_roundpipe_stages(forward, backward, recompute, devices, microbatches)
 
 
-def _same_slots(
+def _match_slots(
     cut: RoundPipePartition, theirs: Sequence[OperationKey | None], ours: Sequence[OperationKey | None]
 ) -> RoundPipePartition | None:
     slots = (*cut.forward, cut.fused, *cut.backward)

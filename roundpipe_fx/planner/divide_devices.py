@@ -45,7 +45,7 @@ Lower = Callable[[Division, bool], Result[LoweredPipeline]]
 """Lowers a division, with tiles where it takes them, or without."""
 
 
-def divisions_of(
+def enumerate_divisions(
     undivided: Undivided, segments: int, stages: int | str, schedules: Sequence[str], only_sharded: bool
 ) -> list[Division]:
     """All divisions of a number of devices that run whole microbatches.
@@ -98,7 +98,7 @@ def _stage_counts(pipeline: int, replicas: int, spec: ScheduleSpec) -> list[int]
     return [pipeline * spec.stages_per_device << power for power in powers]
 
 
-def pipelining_of(pipelining: Pipelining, division: Division) -> Pipelining:
+def settings_of_division(pipelining: Pipelining, division: Division) -> Pipelining:
     """The settings of one division.
 
     Args:
@@ -133,7 +133,7 @@ def lower_divided(
         search.run()
     if search.best is None:
         return search.refusal(undivided)
-    return Found(dataclasses.replace(search.best[1], divisions=search.considered()))
+    return Found(dataclasses.replace(search.best[1], divisions=search.considered_divisions()))
 
 
 class _DivisionSearch:
@@ -148,7 +148,7 @@ class _DivisionSearch:
         self.best: tuple[float, LoweredPipeline] | None = None
         self.tiles = False
         self._lower = lower
-        self._simulated = functools.cache(bounds.simulated)
+        self._simulated = functools.cache(bounds.simulate_seconds)
         self._bounds = {division: bounds.of(division) for division in divisions}
         self._most = most
         """Number of plans that are made at most, without tiles and with them."""
@@ -159,9 +159,9 @@ class _DivisionSearch:
 
     def run(self) -> None:
         """Plan divisions until no other has a shorter step, or until enough are planned."""
-        left = [division for division in self._bounds if math.isfinite(self._least(division))]
+        left = [division for division in self._bounds if math.isfinite(self._least_seconds(division))]
         # By lower bound; the first ones by a simulated estimate, since bounds of most are equal.
-        left.sort(key=lambda candidate: (self._least(candidate), self._bounds[candidate].bytes, candidate))
+        left.sort(key=lambda candidate: (self._least_seconds(candidate), self._bounds[candidate].bytes, candidate))
         first = left[:_ESTIMATED]
         first.sort(key=lambda candidate: (self._simulated(candidate, True), self._bounds[candidate].bytes, candidate))
         left[: len(first)] = first
@@ -174,11 +174,11 @@ class _DivisionSearch:
             )
             left.remove(division)
             # Branch and bound: a division whose bound is no lower than the best step needs no plan.
-            if self.best is None or self._refined(division) < self.best[0]:
+            if self.best is None or self._refined_seconds(division) < self.best[0]:
                 self._plan(division)
                 count += 1
 
-    def _least(self, division: Division) -> float:
+    def _least_seconds(self, division: Division) -> float:
         """Seconds of a step at the least."""
         bound = self._bounds[division]
         return bound.seconds_in_tiles if self.tiles else bound.seconds
@@ -197,7 +197,7 @@ class _DivisionSearch:
         if self.best is None or timing.makespan < self.best[0]:
             self.best, self._chosen = (timing.makespan, pipeline), division
 
-    def considered(self) -> tuple[PlannedDivision, ...]:
+    def considered_divisions(self) -> tuple[PlannedDivision, ...]:
         """For each number of replicas, sharded or not, the division that is told of."""
         # One row per shape of the mesh: the chosen one, or the best of its kind.
         groups: dict[tuple[int, bool], list[Division]] = {}
@@ -210,11 +210,11 @@ class _DivisionSearch:
             seconds, size = self._planned[division]
             return division != self._chosen, seconds, size, division
         refused = division in self._refused
-        return True, math.inf if refused else self._refined(division), self._bounds[division].bytes, division
+        return True, math.inf if refused else self._refined_seconds(division), self._bounds[division].bytes, division
 
-    def _refined(self, division: Division) -> float:
+    def _refined_seconds(self, division: Division) -> float:
         """As :meth:`_least`, by simulation where that may rule a division out."""
-        least = self._least(division)
+        least = self._least_seconds(division)
         if self.tiles or self.best is None or least >= self.best[0]:
             return least
         return max(least, self._simulated(division, False))
@@ -222,7 +222,7 @@ class _DivisionSearch:
     def _planned_division(self, division: Division) -> PlannedDivision:
         bound = self._bounds[division]
         planned = division in self._planned
-        seconds, size = self._planned.get(division, (self._refined(division), bound.bytes))
+        seconds, size = self._planned.get(division, (self._refined_seconds(division), bound.bytes))
         fits = planned or (division not in self._refused and math.isfinite(seconds))
         return PlannedDivision(
             pipeline=division.pipeline,
@@ -248,13 +248,13 @@ class _DivisionSearch:
             else ""
         )
         text = (
-            f"none of {len(self._bounds)} ways to divide {undivided.text} fits. {_named(least)} needs at least "
+            f"none of {len(self._bounds)} ways to divide {undivided.text} fits. {_describe(least)} needs at least "
             f"{bytes_text(needed)} on the fullest device. Use more devices, more and smaller microbatches, or a larger "
             f"budget.{reason}"
         )
         return Infeasible(minimum=refused.minimum if refused is not None else needed, bottleneck=text)
 
 
-def _named(division: Division) -> str:
+def _describe(division: Division) -> str:
     share = ", sharded" if division.sharded else ""
     return f"{division.replicas} × {division.pipeline}{share}, with {division.stages} stages and {division.schedule!r},"

@@ -84,7 +84,7 @@ class ScheduleEvaluation(Evaluation[LoweredPipeline]):
     emit: Callable[[], Lowered] | None = None
 
 
-def evaluated(
+def evaluate_schedule(
     candidate: Candidate, plan: LoweredPipeline, emit: Callable[[], Lowered] | None = None
 ) -> ScheduleEvaluation:
     """Simulate the schedule of a pipeline.
@@ -104,7 +104,7 @@ def evaluated(
     )
 
 
-def timed(evaluation: ScheduleEvaluation, plan: LoweredPipeline, timing: Timing) -> ScheduleEvaluation:
+def with_timing(evaluation: ScheduleEvaluation, plan: LoweredPipeline, timing: Timing) -> ScheduleEvaluation:
     """The evaluation of a plan that only differs in when what runs, or in what leaves for the host.
 
     Args:
@@ -114,7 +114,7 @@ def timed(evaluation: ScheduleEvaluation, plan: LoweredPipeline, timing: Timing)
     return dataclasses.replace(evaluation, emitted=plan, timing=timing, peaks=peaks, seconds=timing.makespan)
 
 
-def quickest(evaluations: Iterable[E], limit: int) -> E | None:
+def find_quickest(evaluations: Iterable[E], limit: int) -> E | None:
     """The evaluation with the shortest step within a limit; of equal ones, that which recomputes least, then that which
     needs least.
 

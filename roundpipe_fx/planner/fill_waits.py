@@ -24,7 +24,7 @@ _MOST_FILLED = 3
 _GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 
 
-def with_waits_filled(
+def fill_waits(
     best: ScheduleEvaluation,
     fitting: Sequence[ScheduleEvaluation],
     attempt: Callable[[SimulatedSchedule], ScheduleEvaluation],
@@ -52,11 +52,11 @@ def with_waits_filled(
     # A plan that recomputes more can win if its recomputation fits into waits. Few candidates, most promising first.
     for shortest, hopeful, choices in sorted(promising, key=lambda item: (item[0], item[1].peak))[:_MOST_FILLED]:
         if shortest < best.seconds * (1 - _LONGER):
-            best = min([best, *_filled(hopeful, choices, attempt, limit)], key=lambda tried: tried.seconds)
+            best = min([best, *_fill(hopeful, choices, attempt, limit)], key=lambda tried: tried.seconds)
     return best
 
 
-def _filled(
+def _fill(
     start: ScheduleEvaluation,
     choices: EarlyChoices,
     attempt: Callable[[SimulatedSchedule], ScheduleEvaluation],

@@ -46,13 +46,13 @@ _ROUGHLY = 1.1
 """
 
 
-def has_code(setting: Setting) -> bool:
+def can_read_code(setting: Setting) -> bool:
     """Test for stages whose code Inductor can write here, on the device that they are compiled for."""
     there = setting.device.type == "cpu" or torch.cuda.is_available()
     return isinstance(setting.compiler, Inductor) and there
 
 
-def by_code(lowered: Lowered) -> Lowered:
+def judge_by_code(lowered: Lowered) -> Lowered:
     """The same programs, whose peak is that of their stages' code."""
     compiler = lowered.setting.compiler
     options = compiler.options if isinstance(compiler, Inductor) else ()
@@ -86,7 +86,7 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
 
     @functools.cache
     def judged(position: int) -> Evaluation[Lowered]:
-        return _judged(emitted(position))
+        return _judge(emitted(position))
 
     def operations(position: int) -> int:
         return emitted(position).peak
@@ -99,21 +99,25 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
     if isinstance(budget, int):
         limit = int(budget * setting.share)
         # Operations need more than code, so the first plan within the limit by operations is safe to begin with.
-        within = _first_within(range(last), operations, limit)
+        within = _find_first_within(range(last), operations, limit)
         first = last if within is None else within
     else:
         ends = {0.0: {last}, 1.0: {0}}.get(budget, {0, last})
         known = {position: peak(position) for position in ends}
         limit = int(limit_of(budget, min(known.values()), max(known.values())) * setting.share)
         first = 0 if budget == 1.0 else last
-    position = least_recomputed(len(plans), operations, peak, limit, first, known)
+    position = find_least_recomputed(len(plans), operations, peak, limit, first, known)
     if position is None and isinstance(budget, int):
         # The last schedule is judged for any budget that no other one keeps, so what it needs is always named.
-        return _unmet(dataclasses.replace(plans[last], limit=limit), peak(last), budget)
-    return Found(_for_limit(judged(last), peak(last)) if position is None else _for_limit(judged(position), limit))
+        return _make_refusal(dataclasses.replace(plans[last], limit=limit), peak(last), budget)
+    return Found(
+        _as_budget_in_bytes(judged(last), peak(last))
+        if position is None
+        else _as_budget_in_bytes(judged(position), limit)
+    )
 
 
-def least_recomputed(
+def find_least_recomputed(
     count: int,
     operations: Callable[[int], int],
     judge: Callable[[int], int],
@@ -149,12 +153,12 @@ def least_recomputed(
         rest = [position for position in range(above + 1, end) if position not in known]
         if not rest:
             break
-        expected = functools.partial(_expected, operations, known)
+        expected = functools.partial(_estimate, operations, known)
         # Nothing recomputed would be best of all, so it is tried even if it is expected to miss by a little.
         if not rest[0] and most < expected(0) <= _ROUGHLY * limit:
             tried, estimated = 0, False
             continue
-        close = _first_within(rest, expected, most)
+        close = _find_first_within(rest, expected, most)
         if close is None and best is not None:
             break
         tried, estimated = (rest[-1], False) if close is None else (close, True)
@@ -163,13 +167,13 @@ def least_recomputed(
     return min((position for position, size in known.items() if size <= limit), default=None)
 
 
-def _first_within(positions: Sequence[int], needs: Callable[[int], float], limit: float) -> int | None:
+def _find_first_within(positions: Sequence[int], needs: Callable[[int], float], limit: float) -> int | None:
     """The first place from which on no more is needed than a limit, by bisection."""
     number = bisect.bisect_left(positions, True, key=lambda position: needs(position) <= limit)
     return positions[number] if number < len(positions) else None
 
 
-def _expected(operations: Callable[[int], int], known: Mapping[int, int], position: int) -> float:
+def _estimate(operations: Callable[[int], int], known: Mapping[int, int], position: int) -> float:
     """Bytes of a schedule's code, estimated from those that are known on either side, or on one."""
     earlier = max((other for other in known if other < position), default=None)
     later = min((other for other in known if other > position), default=None)
@@ -220,10 +224,10 @@ def _search_others(joint: JointGraph, budget: int | float, setting: Setting) -> 
         result = search(joint, asked, setting, PROGRAMS)
         if isinstance(result, Infeasible):
             break
-        evaluation = _judged(result.value)
+        evaluation = _judge(result.value)
         excess = evaluation.peak - limit
         if excess <= 0:
-            return Found(_for_limit(evaluation, limit))
+            return Found(_as_budget_in_bytes(evaluation, limit))
         asked = max(math.floor(asked - excess / setting.share), 1)
     if isinstance(result, Found):
         result = search(joint, 1, setting, PROGRAMS)
@@ -231,20 +235,20 @@ def _search_others(joint: JointGraph, budget: int | float, setting: Setting) -> 
     result = search(joint, math.ceil(result.minimum / setting.share), setting, PROGRAMS)
     if isinstance(result, Infeasible):
         return result
-    evaluation = _judged(result.value)
+    evaluation = _judge(result.value)
     if evaluation.peak <= limit:
-        return Found(_for_limit(evaluation, limit))
+        return Found(_as_budget_in_bytes(evaluation, limit))
     chosen = evaluation.emitted.chosen
     assert isinstance(chosen, Chosen)
-    return _unmet(dataclasses.replace(chosen, limit=limit), evaluation.peak, budget)
+    return _make_refusal(dataclasses.replace(chosen, limit=limit), evaluation.peak, budget)
 
 
-def _judged(evaluation: Evaluation[Lowered]) -> Evaluation[Lowered]:
-    lowered = by_code(evaluation.emitted)
+def _judge(evaluation: Evaluation[Lowered]) -> Evaluation[Lowered]:
+    lowered = judge_by_code(evaluation.emitted)
     return dataclasses.replace(evaluation, emitted=lowered, peaks=(lowered.peak.bytes,))
 
 
-def _for_limit(evaluation: Evaluation[Lowered], limit: int) -> Evaluation[Lowered]:
+def _as_budget_in_bytes(evaluation: Evaluation[Lowered], limit: int) -> Evaluation[Lowered]:
     """The same plan, of a budget in bytes."""
     chosen = evaluation.emitted.chosen
     assert isinstance(chosen, Chosen)
@@ -252,7 +256,7 @@ def _for_limit(evaluation: Evaluation[Lowered], limit: int) -> Evaluation[Lowere
     return dataclasses.replace(evaluation, emitted=lowered)
 
 
-def _unmet(chosen: Chosen, minimum: int, budget: int | float) -> Unmet:
+def _make_refusal(chosen: Chosen, minimum: int, budget: int | float) -> Unmet:
     unmet = unmet_by(chosen, minimum)
     text = refusal(chosen, minimum, budget)
     return dataclasses.replace(unmet, bottleneck=dataclasses.replace(unmet.bottleneck, text=text))

@@ -42,11 +42,11 @@ class LinkPrices:
         self._segments = segments_on_host(first.timing, costs, cuts, chain, runs)
         self._byte_seconds = 1 / costs.host_bandwidth
 
-    def any_fits(self, limit: int) -> bool:
+    def can_fit(self, limit: int) -> bool:
         """Return whether the chain knows a way to stay within so many bytes of a device."""
         return all(any_fits(*self._part(run), limit) for run in self._runs)
 
-    def choice_at(self, price: float, limit: int) -> RematChoice:
+    def choose_at_price(self, price: float, limit: int) -> RematChoice:
         """Choose what is saved at a price, within a limit or as near to it as possible.
 
         Args:
@@ -56,13 +56,13 @@ class LinkPrices:
         decisions: list[Decision] = []
         for run in self._runs:
             decisions_of_run = decisions_at_price(*self._part(run), limit, price * self._byte_seconds)
-            decisions += [_moved(decision, run.first) for decision in decisions_of_run]
+            decisions += [_shift_decision(decision, run.first) for decision in decisions_of_run]
         return remat_choice_of(self._graph, self._save_options, decisions)
 
     def _part(self, run: SegmentRun) -> tuple[SegmentChain, Sequence[SegmentOnHost]]:
         return self._chain.part(run.first, run.end, alone=True), self._segments[run.first : run.end]
 
 
-def _moved(decision: Decision, first: int) -> Decision:
+def _shift_decision(decision: Decision, first: int) -> Decision:
     """A decision of a part of the chain that begins at a segment, as one of the chain."""
     return dataclasses.replace(decision, stage=decision.stage + first, until=decision.until + first)

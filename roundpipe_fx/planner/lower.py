@@ -30,11 +30,11 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.recompute_marks import budget_of_region
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
-from roundpipe_fx.planner.judged_by_code import by_code, has_code, search_by_code
-from roundpipe_fx.planner.program_within_budget import PROGRAMS, following_rotor
+from roundpipe_fx.planner.judged_by_code import can_read_code, judge_by_code, search_by_code
+from roundpipe_fx.planner.program_within_budget import PROGRAMS, plan_by_rotor
 from roundpipe_fx.planner.search import search
-from roundpipe_fx.planner.tiled_frontier import plans_in_tiles
-from roundpipe_fx.planner.with_host import host_room
+from roundpipe_fx.planner.tiled_frontier import make_tiled_frontier
+from roundpipe_fx.planner.with_host import find_host_budget
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.save_policy import SavePolicy, save_all, save_stage_inputs
 from roundpipe_fx.runtime.library_memory import expected_library_bytes
@@ -73,7 +73,7 @@ def lower(
     Raises:
         ValueError: a stage name that does not exist in the model.
     """
-    setting = _setting(joint, options, registered_syncs, workspaces, training, step=step)
+    setting = _gather_setting(joint, options, registered_syncs, workspaces, training, step=step)
     beyond = (workspaces or {}).get(COMPILED_STAGES, 0) if setting.compiler != "eager" else 0
     setting = dataclasses.replace(
         setting.with_decisions(runs_programs=True, unread=unread), share=share, beyond_plan=beyond
@@ -81,11 +81,11 @@ def lower(
     file = _plan_file(joint, setting, (droppable, unread, may_be_unread))
     # A plan of an earlier process, for the same graph, options and versions.
     cached = file.read() if file is not None else None
-    marking = _first_marking(setting.passes)
+    marking = _find_first_marking(setting.passes)
     joint = setting.run(joint, PassLevel.JOINT, stop=marking)
     if file is not None and cached is not None:
         try:
-            return Found(_recalled(joint, setting, cached))
+            return Found(_emit_cached(joint, setting, cached))
         except (ValueError, TypeError, KeyError) as error:
             file.ignore(error)
             remove_marks(joint)
@@ -93,25 +93,27 @@ def lower(
     unmarked = [node.name for node in joint.computed()]
     joint = setting.run(joint, PassLevel.JOINT, start=marking)
     joint, unmarked = _leave_out_unread(joint, setting, unmarked)
-    asked = budget = asked_budget(joint, options, setting.device) if training else None
+    asked = budget = requested_budget(joint, options, setting.device) if training else None
     # A step of several calls: this one has what the others leave.
     if step is not None and step.limit is not None:
         budget = step.limit
         setting = dataclasses.replace(setting, share=1.0)
     if budget is not None:
-        result = following_rotor(joint, setting) if options.rotor is not None else _searched(joint, budget, setting)
+        result = (
+            plan_by_rotor(joint, setting) if options.rotor is not None else _search_programs(joint, budget, setting)
+        )
         if isinstance(result, Infeasible) and isinstance(asked, float):
             # The limit is a share of what graphs needed when they were planned alone, before a step had shown all.
-            result = _searched(joint, result.minimum, setting)
+            result = _search_programs(joint, result.minimum, setting)
         # Without a plan the caller is assumed to drop outputs before the backward, which a step may prove wrong.
         if isinstance(result, Infeasible) and droppable - joint.dropped and options.rotor is None:
             joint = dataclasses.replace(joint, dropped=joint.dropped | droppable)
-            result = _searched(joint, budget, setting)
+            result = _search_programs(joint, budget, setting)
         if isinstance(result, Infeasible) and may_be_unread - unread and options.rotor is None:
             setting = setting.with_decisions(unread=unread | may_be_unread)
             joint = dataclasses.replace(joint, dropped=joint.dropped | may_be_unread)
             joint, unmarked = _leave_out_unread(joint, setting, unmarked)
-            result = _searched(joint, budget, setting)
+            result = _search_programs(joint, budget, setting)
         if isinstance(result, Infeasible):
             return result
         lowered = result.value
@@ -119,7 +121,7 @@ def lower(
         if file is not None and not lowered.is_tiled:
             marks = marks_as_data(joint, unmarked, lowered.joint.segments, lowered.joint.cuts)
             if marks is not None:
-                file.write(_to_cache(lowered, marks))
+                file.write(_make_cached_plan(lowered, marks))
     else:
         if options.recompute != "full":
             setting = with_fewest_stages(setting)
@@ -129,8 +131,8 @@ def lower(
             if training
             else emit(joint, setting)
         )
-        if has_code(setting):
-            lowered = by_code(lowered)
+        if can_read_code(setting):
+            lowered = judge_by_code(lowered)
     if isinstance(setting.costs, MeasuredCosts):
         setting.costs.save()
     write_probes(setting.device)
@@ -145,10 +147,10 @@ def _leave_out_unread(joint: JointGraph, setting: Setting, names: list[str]) -> 
     return joint, [name for name in names if name not in erased]
 
 
-def _searched(joint: JointGraph, budget: int | float, setting: Setting) -> Result[Lowered]:
+def _search_programs(joint: JointGraph, budget: int | float, setting: Setting) -> Result[Lowered]:
     """The programs of the quickest plan, or what the user is told."""
     setting = _with_lazy_tiled_frontier(joint, setting)
-    if has_code(setting) and not wants_host(joint, setting.device.type):
+    if can_read_code(setting) and not wants_host(joint, setting.device.type):
         result = search_by_code(joint, budget, setting)
     else:
         result = search(joint, budget, setting, PROGRAMS)
@@ -158,7 +160,7 @@ def _searched(joint: JointGraph, budget: int | float, setting: Setting) -> Resul
     return Infeasible(minimum=result.minimum, bottleneck=result.bottleneck.text, wants_sizes=wants_sizes)
 
 
-def prepare(
+def run_common_passes(
     joint: JointGraph,
     options: Options,
     registered_syncs: Collection[Any],
@@ -170,13 +172,13 @@ def prepare(
 ) -> tuple[JointGraph, Setting]:
     """Run the passes up to where the graph is cut: what every way of cutting it has in common.
 
-    Arguments as for :func:`_setting`.
+    Arguments as for :func:`_gather_setting`.
     """
-    setting = _setting(joint, options, registered_syncs, workspaces, training, microbatches, step, network)
+    setting = _gather_setting(joint, options, registered_syncs, workspaces, training, microbatches, step, network)
     return setting.run(joint, PassLevel.JOINT), setting
 
 
-def _setting(
+def _gather_setting(
     joint: JointGraph,
     options: Options,
     registered_syncs: Collection[Any],
@@ -218,12 +220,12 @@ def _setting(
     return Setting(passes=edited_passes(options.passes), context=context, step=step, histories=histories)
 
 
-def _first_marking(passes: Sequence[Pass]) -> int:
+def _find_first_marking(passes: Sequence[Pass]) -> int:
     """Position of the first pass that only marks nodes."""
     return next((position for position, item in enumerate(passes) if item.name == FIRST_MARKING_PASS), len(passes))
 
 
-def bounded_in_bytes(joint: JointGraph, options: Options) -> bool:
+def is_bounded_in_bytes(joint: JointGraph, options: Options) -> bool:
     """Return whether the budget of a training graph is bytes, whatever its sizes."""
     if isinstance(options.memory_budget, int) or options.rotor is not None:
         return True
@@ -232,7 +234,7 @@ def bounded_in_bytes(joint: JointGraph, options: Options) -> bool:
     return by_default and device.type == "cuda"
 
 
-def asked_budget(joint: JointGraph, options: Options, device: torch.device) -> int | float | None:
+def requested_budget(joint: JointGraph, options: Options, device: torch.device) -> int | float | None:
     """The budget to plan for; ``None``: as the option ``recompute`` says."""
     if options.rotor is not None:
         return options.rotor.limit
@@ -256,7 +258,7 @@ def _with_lazy_tiled_frontier(joint: JointGraph, setting: Setting) -> Setting:
         return setting
 
     def read_in_tiles(dropped: frozenset[int]) -> PlansInTiles:
-        return plans_in_tiles(dataclasses.replace(joint, dropped=dropped), setting)
+        return make_tiled_frontier(dataclasses.replace(joint, dropped=dropped), setting)
 
     return dataclasses.replace(setting, read_in_tiles=read_in_tiles)
 
@@ -271,7 +273,7 @@ def _plan_file(joint: JointGraph, setting: Setting, outputs: Sequence[frozenset[
     """
     options, context = setting.options, setting.context
     # Whoever changes passes or follows a sequence decides what no file can describe.
-    budget = asked_budget(joint, options, setting.device)
+    budget = requested_budget(joint, options, setting.device)
     customized = options.passes is not None or options.rotor is not None or callable(setting.compiler)
     if budget is None or customized or not context.training or setting.step is not None or options.cost != "roofline":
         return None
@@ -285,7 +287,7 @@ def _plan_file(joint: JointGraph, setting: Setting, outputs: Sequence[frozenset[
     )
 
 
-def _to_cache(lowered: Lowered, marks: Any) -> CachedPlan:
+def _make_cached_plan(lowered: Lowered, marks: Any) -> CachedPlan:
     chosen, schedule = lowered.chosen, lowered.setting.context.schedule
     assert isinstance(chosen, Chosen) and schedule is not None
     return CachedPlan(
@@ -302,7 +304,7 @@ def _to_cache(lowered: Lowered, marks: Any) -> CachedPlan:
     )
 
 
-def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowered:
+def _emit_cached(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowered:
     """Emit a cached plan.
 
     Args:
@@ -332,11 +334,13 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
         return operations_of(setting.run(joint, PassLevel.STAGED), setting)
 
     recalled = Recalled(cached.limit, cached.frontier, operations)
-    room = min(cached.room, host_room(setting.options.host_budget, on_paper=setting.options.device_name is not None))
+    room = min(
+        cached.room, find_host_budget(setting.options.host_budget, on_paper=setting.options.device_name is not None)
+    )
     looking = dataclasses.replace(_with_lazy_tiled_frontier(joint, setting), sent=cached.sent, room=room)
     lowered = emit(copy, looking.with_decisions(schedule=schedule), chosen=recalled)
-    if has_code(setting):
-        lowered = by_code(lowered)
+    if can_read_code(setting):
+        lowered = judge_by_code(lowered)
     # The file is of another allocator's or library's state: it is planned anew.
     if lowered.lasting_peak != cached.peak:
         raise ValueError(f"its programs peak at {lowered.lasting_peak} bytes, not {cached.peak}")

@@ -40,15 +40,20 @@ from roundpipe_fx.pipeline.host_memory import check_host_memory, host_budget_of,
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, make_variant
 from roundpipe_fx.pipeline.settings import Pipelining, Structure
 from roundpipe_fx.planner.cut_for_schedule import CutGraph, cut_for_schedule, weight_limits
-from roundpipe_fx.planner.divide_devices import NoDivisionError, divisions_of, lower_divided, pipelining_of
-from roundpipe_fx.planner.evaluation import Candidate, ScheduleEvaluation, Space, evaluated
-from roundpipe_fx.planner.judged_by_code import has_code
-from roundpipe_fx.planner.lower import SAVE_POLICIES, asked_budget, prepare
-from roundpipe_fx.planner.pipeline_by_code import judged, search_by_code
-from roundpipe_fx.planner.schedule_within_budget import within_budget
-from roundpipe_fx.planner.search import cut_finer, search
+from roundpipe_fx.planner.divide_devices import (
+    NoDivisionError,
+    enumerate_divisions,
+    lower_divided,
+    settings_of_division,
+)
+from roundpipe_fx.planner.evaluation import Candidate, ScheduleEvaluation, Space, evaluate_schedule
+from roundpipe_fx.planner.judged_by_code import can_read_code
+from roundpipe_fx.planner.lower import SAVE_POLICIES, requested_budget, run_common_passes
+from roundpipe_fx.planner.pipeline_by_code import judge_pipeline, search_by_code
+from roundpipe_fx.planner.schedule_within_budget import plan_schedule
+from roundpipe_fx.planner.search import prefer_finer_stages, search
 from roundpipe_fx.planner.segment_costs import segment_costs
-from roundpipe_fx.planner.stages_in_pieces import may_be_in_pieces
+from roundpipe_fx.planner.stages_in_pieces import can_divide_stages
 from roundpipe_fx.planner.step_bound import Division, StepBounds
 from roundpipe_fx.planner.with_host import host_tier_of_step
 from roundpipe_fx.remat.choose import Bottleneck, Unmet
@@ -98,7 +103,7 @@ def lower_pipeline(
         refuse_distributed(joint, pipelining.workers)
     if pipelining.undivided is not None:
         return _lower_undivided(joint, options, pipelining, registered_syncs, training, forwards_before_backwards)
-    joint, setting = prepare(
+    joint, setting = run_common_passes(
         joint,
         options,
         registered_syncs,
@@ -109,7 +114,7 @@ def lower_pipeline(
     )
     setting = dataclasses.replace(setting, share=share)
     specs = [like.schedule] if like is not None else _schedules_to_try(options, pipelining, training)
-    ways = _Ways(pipelining=pipelining, like=like, forwards_before_backwards=forwards_before_backwards)
+    ways = _Lowering(pipelining=pipelining, like=like, forwards_before_backwards=forwards_before_backwards)
 
     def planned(
         graph: JointGraph, setting: Setting, budget: int | float | None, limit: int | None
@@ -118,9 +123,9 @@ def lower_pipeline(
         least = None if limit is None else least_bytes_of(graph, setting)
         if least is not None and limit is not None and least.bytes > limit:
             return Infeasible(minimum=least.bytes, bottleneck=Bottleneck(operation=least.operation, live=least.live))
-        return _cut_elsewhere(graph.copy(), specs, setting, ways, budget)
+        return _lower_for_schedules(graph.copy(), specs, setting, ways, budget)
 
-    asked = asked_budget(joint, options, setting.device) if training and pipelining.checkpoint is None else None
+    asked = requested_budget(joint, options, setting.device) if training and pipelining.checkpoint is None else None
     tier = functools.partial(host_tier_of_step, pipelining=pipelining)
     runs = pipelining.microbatches if pipelining.workers == 1 else None
     space = Space(planned=planned, widest_first=True, tier=tier, runs=runs)
@@ -129,11 +134,11 @@ def lower_pipeline(
         return search(joint, budget, setting, space, pays=like is None)
 
     # Plans of several processes must be alike, and code may depend on the machine.
-    follows = has_code(setting) and not pipelining.over_processes
+    follows = can_read_code(setting) and not pipelining.over_processes
     if asked is None:
         result = planned(joint, setting, None, None)
         if follows and isinstance(result, Found):
-            result = Found(judged(result.value))
+            result = Found(judge_pipeline(result.value))
     else:
         result = search_by_code(within, asked, share) if follows else within(asked)
     if isinstance(result, Infeasible):
@@ -166,12 +171,12 @@ def _lower_undivided(
             f"mesh_shape={undivided.total}: devices are divided for training, and no gradient is computed here. Give "
             "the shape, as mesh_shape=(replicas, devices of each)."
         )
-    prepared, setting = prepare(
+    prepared, setting = run_common_passes(
         joint.copy(), options, registered_syncs, None, training, undivided.microbatches, network=pipelining.network
     )
     costs = segment_costs(prepared, setting)
     names = [spec.name for spec in _schedules_to_try(options, pipelining, training)]
-    divisions = divisions_of(undivided, costs.count, options.stages, names, pipelining.sharded)
+    divisions = enumerate_divisions(undivided, costs.count, options.stages, names, pipelining.sharded)
     # The budget bounds a device's step, or its weights as well, as the option says.
     budget = options.memory_budget
     bounds = StepBounds(
@@ -194,7 +199,7 @@ def _lower_undivided(
             return lower_pipeline(
                 joint.copy(),
                 division_options,
-                pipelining_of(pipelining, division),
+                settings_of_division(pipelining, division),
                 registered_syncs,
                 forwards_before_backwards=forwards_before_backwards,
             )
@@ -215,7 +220,7 @@ def _schedules_to_try(options: Options, pipelining: Pipelining, training: bool) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ways:
+class _Lowering:
     """Functions that lower graphs for schedules.
 
     Attributes:
@@ -239,8 +244,8 @@ class _Ways:
         )
 
 
-def _cut_elsewhere(
-    joint: JointGraph, specs: Sequence[ScheduleSpec], setting: Setting, ways: _Ways, budget: int | float | None
+def _lower_for_schedules(
+    joint: JointGraph, specs: Sequence[ScheduleSpec], setting: Setting, ways: _Lowering, budget: int | float | None
 ) -> Found[ScheduleEvaluation] | Unmet:
     """The quickest within the budget: cut for each of some schedules, and for limits on an offloaded model's weights.
 
@@ -255,7 +260,7 @@ def _cut_elsewhere(
     refused: list[Unmet] = []
     limits: Sequence[int | None] = [None]
     if pipelining.offloaded and like is None:
-        limits = weight_limits(setting, budget or asked_budget(joint, setting.options, setting.device))
+        limits = weight_limits(setting, budget or requested_budget(joint, setting.options, setting.device))
     # Schedules that do not dispatch have no limits on weights.
     candidates = [(spec, limit) for spec in specs for limit in (limits if spec.dispatches else [None])]
     fits: set[str] = set()
@@ -264,9 +269,9 @@ def _cut_elsewhere(
         if spec.name in fits:
             continue
         spare = joint.copy() if len(candidates) > 1 else joint
-        lower = functools.partial(_for_schedule, setting=setting, ways=ways, spec=spec, weight_limit=limit)
-        if budget is not None and like is None and may_be_in_pieces(setting, pipelining, spec):
-            tried = _whole_or_in_pieces(spare, lower, setting, budget)
+        lower = functools.partial(_lower_for_schedule, setting=setting, ways=ways, spec=spec, weight_limit=limit)
+        if budget is not None and like is None and can_divide_stages(setting, pipelining, spec):
+            tried = _try_stages_in_pieces(spare, lower, setting, budget)
         else:
             tried = lower(spare, budget=budget)
         if isinstance(tried, Infeasible):
@@ -281,7 +286,7 @@ def _cut_elsewhere(
     return first_found([best] if best is not None else refused)
 
 
-def _whole_or_in_pieces(
+def _try_stages_in_pieces(
     joint: JointGraph,
     lower: Callable[..., Found[ScheduleEvaluation] | Unmet],
     setting: Setting,
@@ -305,14 +310,14 @@ def _whole_or_in_pieces(
         )
         return Found(dataclasses.replace(pieces.value, emitted=plan))
 
-    return cut_finer(whole, in_pieces)
+    return prefer_finer_stages(whole, in_pieces)
 
 
-def _for_schedule(
+def _lower_for_schedule(
     joint: JointGraph,
     *,
     setting: Setting,
-    ways: _Ways,
+    ways: _Lowering,
     spec: ScheduleSpec,
     weight_limit: int | None,
     budget: int | float | None,
@@ -332,15 +337,17 @@ def _for_schedule(
     cut = cut_for_schedule(joint, setting, pipelining, spec, ways.like, weight_limit, in_pieces)
     if not setting.context.training:
         only = make_variant(emit(cut.joint, cut.setting), cut.setting, pipelining)
-        return Found(evaluated(Candidate(SAVE_POLICIES["none"]), ways.pipeline(cut, only, only)))
+        return Found(evaluate_schedule(Candidate(SAVE_POLICIES["none"]), ways.pipeline(cut, only, only)))
     stage_inputs = save_slot_inputs if spec.dispatches else SAVE_POLICIES["full"]
     if budget is not None:
         split, fewer_weights = spec.splits_backward, weight_limit is not None
-        return within_budget(cut, ways.pipeline, pipelining, split, budget, stage_inputs, fewer_weights)
-    return Found(_by_policy(cut, ways, spec.splits_backward, {**SAVE_POLICIES, "full": stage_inputs}))
+        return plan_schedule(cut, ways.pipeline, pipelining, split, budget, stage_inputs, fewer_weights)
+    return Found(_lower_by_policy(cut, ways, spec.splits_backward, {**SAVE_POLICIES, "full": stage_inputs}))
 
 
-def _by_policy(cut: CutGraph, ways: _Ways, split: bool, policies: Mapping[str, SavePolicy]) -> ScheduleEvaluation:
+def _lower_by_policy(
+    cut: CutGraph, ways: _Lowering, split: bool, policies: Mapping[str, SavePolicy]
+) -> ScheduleEvaluation:
     """The pipeline that saves what the option ``checkpoint`` says."""
     main, last = _VARIANTS[ways.pipelining.checkpoint or "never"]
     setting = cut.setting.with_decisions(options=dataclasses.replace(cut.setting.options, recompute=main))
@@ -351,4 +358,4 @@ def _by_policy(cut: CutGraph, ways: _Ways, split: bool, policies: Mapping[str, S
 
     first = variant(main)
     pipeline = ways.pipeline(cut, first, first if last == main else variant(last))
-    return evaluated(Candidate(policies[main]), pipeline)
+    return evaluate_schedule(Candidate(policies[main]), pipeline)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from roundpipe_fx.pipeline.host_memory import host_memory_of
 from roundpipe_fx.pipeline.settings import Pipelining
-from roundpipe_fx.planner.evaluation import ScheduleEvaluation, timed
+from roundpipe_fx.planner.evaluation import ScheduleEvaluation, with_timing
 from roundpipe_fx.schedules import simulate_time
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
 from roundpipe_fx.schedules.offloads import offloads_at_distance
@@ -35,7 +35,7 @@ _SHARES = (0.9, 0.8)
 """Shares of the limit within which the chain is solved then, at a lower price: copies need room on the device."""
 
 
-def may_leave_unasked(attempt: ScheduleEvaluation, pipelining: Pipelining) -> bool:
+def may_offload_unasked(attempt: ScheduleEvaluation, pipelining: Pipelining) -> bool:
     """Return whether values may leave for the host though the user has not asked for it, and have the time.
 
     Args:
@@ -50,7 +50,7 @@ def may_leave_unasked(attempt: ScheduleEvaluation, pipelining: Pipelining) -> bo
     return bool(may_leave)
 
 
-def with_offloads(attempt: ScheduleEvaluation, limit: int) -> ScheduleEvaluation:
+def offload_to_fit(attempt: ScheduleEvaluation, limit: int) -> ScheduleEvaluation:
     """An attempt with as much on the host as brings its devices within a limit; the quickest, or the nearest to it.
 
     Args:
@@ -60,14 +60,14 @@ def with_offloads(attempt: ScheduleEvaluation, limit: int) -> ScheduleEvaluation
     if attempt.peak <= limit:
         return attempt
     # Each rule says from how many actions' distance values are copied, and in which order they are chosen.
-    tried = [_by_rule(attempt, OffloadRule(limit, distance)) for distance in _DISTANCES]
-    tried += [_by_rule(attempt, OffloadRule(limit, distance, in_time=True)) for distance in _DISTANCES[1:]]
+    tried = [_apply_rule(attempt, OffloadRule(limit, distance)) for distance in _DISTANCES]
+    tried += [_apply_rule(attempt, OffloadRule(limit, distance, in_time=True)) for distance in _DISTANCES[1:]]
     if min(candidate.peak for candidate in tried) > limit:
-        tried.append(_by_rule(attempt, OffloadRule(limit, 0)))
+        tried.append(_apply_rule(attempt, OffloadRule(limit, 0)))
     return min(tried, key=lambda candidate: _cost(candidate, limit))
 
 
-def _by_rule(attempt: ScheduleEvaluation, rule: OffloadRule) -> ScheduleEvaluation:
+def _apply_rule(attempt: ScheduleEvaluation, rule: OffloadRule) -> ScheduleEvaluation:
     timing, costs = attempt.timing, attempt.emitted.main.costs
     # A rule chooses from bytes with nothing on the host.
     if timing.offloads:  # those that leave under any rule
@@ -75,10 +75,10 @@ def _by_rule(attempt: ScheduleEvaluation, rule: OffloadRule) -> ScheduleEvaluati
     offloads = offloads_within(timing, costs, {}, rule)
     timing = simulate_time(timing.schedule, timing.graph, costs, offloads=offloads)
     sent = dataclasses.replace(attempt, candidate=dataclasses.replace(attempt.candidate, sent=rule))
-    return timed(sent, dataclasses.replace(attempt.emitted, offload=rule), timing)
+    return with_timing(sent, dataclasses.replace(attempt.emitted, offload=rule), timing)
 
 
-def quickest_offloaded(
+def search_link_prices(
     attempt_at: Callable[[float, int], ScheduleEvaluation],
     limit: int,
     least: float,
@@ -100,7 +100,7 @@ def quickest_offloaded(
     def attempt_with(power: float, share: float = 1.0) -> ScheduleEvaluation:
         attempt = attempt_at(2.0**power, int(limit * share))
         if id(attempt) not in sent:  # prices that differ often make the same choice
-            sent[id(attempt)] = with_offloads(attempt, limit)
+            sent[id(attempt)] = offload_to_fit(attempt, limit)
         return sent[id(attempt)]
 
     def cost(power: float) -> tuple[int, int, float]:

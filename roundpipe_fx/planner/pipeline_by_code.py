@@ -18,9 +18,9 @@ from collections.abc import Callable
 from roundpipe_fx.budget import Found, Infeasible, bytes_text, limit_of
 from roundpipe_fx.compiler.lowered import donating_nothing
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, make_variant
-from roundpipe_fx.planner.evaluation import ScheduleEvaluation, quickest, timed
-from roundpipe_fx.planner.judged_by_code import by_code
-from roundpipe_fx.planner.schedule_within_budget import refusal
+from roundpipe_fx.planner.evaluation import ScheduleEvaluation, find_quickest, with_timing
+from roundpipe_fx.planner.judged_by_code import judge_by_code
+from roundpipe_fx.planner.schedule_within_budget import refuse_budget
 from roundpipe_fx.remat.choose import Unmet
 
 log = logging.getLogger(__name__)
@@ -35,13 +35,13 @@ _NEAR = (1.05, 1.1)
 _Search = Callable[[int | float], Found[ScheduleEvaluation] | Unmet]
 
 
-def judged(evaluation: ScheduleEvaluation) -> ScheduleEvaluation:
+def judge_pipeline(evaluation: ScheduleEvaluation) -> ScheduleEvaluation:
     """The same pipeline, whose bytes are those of its stages' code."""
     pipeline = evaluation.emitted
-    main = _by_code(pipeline.main, pipeline)
-    last = main if pipeline.last is pipeline.main else _by_code(pipeline.last, pipeline)
+    main = _judge_variant(pipeline.main, pipeline)
+    last = main if pipeline.last is pipeline.main else _judge_variant(pipeline.last, pipeline)
     pipeline = dataclasses.replace(pipeline, main=main, last=last)
-    return timed(evaluation, pipeline, pipeline.predict(pipeline.pipelining.microbatches))
+    return with_timing(evaluation, pipeline, pipeline.predict(pipeline.pipelining.microbatches))
 
 
 def search_by_code(search: _Search, budget: int | float, share: float) -> Found[ScheduleEvaluation] | Unmet:
@@ -62,7 +62,7 @@ def search_by_code(search: _Search, budget: int | float, share: float) -> Found[
             result = search(float(end))
             if isinstance(result, Infeasible):
                 return result
-            tried.append(judged(result.value))
+            tried.append(judge_pipeline(result.value))
         peaks = [evaluation.peak for evaluation in tried]
         # Ends and peaks are those of the code, which may need less than operations do.
         limit = int(limit_of(budget, min(peaks), max(peaks)) * share)
@@ -71,7 +71,7 @@ def search_by_code(search: _Search, budget: int | float, share: float) -> Found[
         result = search(asked)
         if isinstance(result, Infeasible):
             break
-        evaluation = judged(result.value)
+        evaluation = judge_pipeline(result.value)
         tried.append(evaluation)
         log.info("searched for within %s: the code needs %s", asked, bytes_text(evaluation.peak))
         if _is_good(evaluation, limit):
@@ -81,16 +81,16 @@ def search_by_code(search: _Search, budget: int | float, share: float) -> Found[
         # What the code needs less is given to the next search; what it needs more is taken away.
         asked = max(math.ceil((searched + limit - evaluation.peak) / share), 1)
     if all(evaluation.peak > limit for evaluation in tried):
-        least = _least(search, share)
+        least = _find_least(search, share)
         if isinstance(least, Infeasible):
             return least
         tried.append(least.value)
         # The least that can be searched for, judged by its code, is more than the budget.
         if least.value.peak > limit and isinstance(budget, int):
             emitted = least.value.emitted
-            return refusal(budget, least.value.peak, emitted.structure, emitted.pipelining)
+            return refuse_budget(budget, least.value.peak, emitted.structure, emitted.pipelining)
         limit = max(limit, min(evaluation.peak for evaluation in tried))
-    best = quickest(tried, limit)
+    best = find_quickest(tried, limit)
     assert best is not None
     allowed = budget if isinstance(budget, int) else None
     return Found(dataclasses.replace(best, emitted=dataclasses.replace(best.emitted, budget=limit, allowed=allowed)))
@@ -102,7 +102,7 @@ def _is_good(evaluation: ScheduleEvaluation, limit: int) -> bool:
     return evaluation.peak <= limit and (evaluation.peak >= least or not evaluation.recompute_seconds)
 
 
-def _least(search: _Search, share: float) -> Found[ScheduleEvaluation] | Unmet:
+def _find_least(search: _Search, share: float) -> Found[ScheduleEvaluation] | Unmet:
     """The pipeline whose code needs least, of those whose operations need about least."""
     # One byte is below any plan, and the refusal names the least that operations need.
     result = search(1)
@@ -115,11 +115,11 @@ def _least(search: _Search, share: float) -> Found[ScheduleEvaluation] | Unmet:
         near = search(math.ceil(factor * result.value.peak / share))
         if isinstance(near, Found):
             pipelines.append(near.value)
-    return Found(min(map(judged, pipelines), key=lambda evaluation: evaluation.peak))
+    return Found(min(map(judge_pipeline, pipelines), key=lambda evaluation: evaluation.peak))
 
 
-def _by_code(variant: Variant, pipeline: LoweredPipeline) -> Variant:
-    lowered = by_code(variant.lowered)
+def _judge_variant(variant: Variant, pipeline: LoweredPipeline) -> Variant:
+    lowered = judge_by_code(variant.lowered)
     assert lowered.follow is not None
     lowered = dataclasses.replace(lowered, follow=donating_nothing(lowered.follow))
     return make_variant(lowered, lowered.setting, pipeline.pipelining)

@@ -28,8 +28,14 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Inductor
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.planner.evaluation import Candidate, Evaluation, Space
-from roundpipe_fx.planner.search import cut_finer
-from roundpipe_fx.planner.with_host import TRIED, host_tier, least_recomputed, plan_by_chain, stage_starts
+from roundpipe_fx.planner.search import prefer_finer_stages
+from roundpipe_fx.planner.with_host import (
+    TRIED,
+    choose_stage_starts,
+    find_first_fitting,
+    make_host_tier,
+    plan_with_host,
+)
 from roundpipe_fx.remat.chain_search import SimulatedSchedule
 from roundpipe_fx.remat.choose import Bottleneck, Chosen, Unmet, choices, choose, unmet_by
 from roundpipe_fx.remat.early import early_within
@@ -101,7 +107,7 @@ class CutProgram:
         )
 
 
-def _within(
+def _plan_within(
     joint: JointGraph, setting: Setting, budget: int | float, limit: int | None
 ) -> Found[Evaluation[Lowered]] | Unmet:
     """Plan for a budget, with values on the host where that saves recomputation, or where no plan fits without it.
@@ -114,7 +120,7 @@ def _within(
     """
     runs = setting.context.runs_programs
     wanted = runs and wants_host(joint, setting.device.type)
-    tier = host_tier(joint, setting)
+    tier = make_host_tier(joint, setting)
     on_host = uncut(joint) if tier is not None else None
     graph = CutProgram.of(cut(joint, setting), setting)
     operations = graph.operations
@@ -123,17 +129,17 @@ def _within(
         if least.bytes > limit:
             return Infeasible(minimum=least.bytes, bottleneck=Bottleneck(operation=least.operation, live=least.live))
     if wanted and isinstance(budget, int):
-        plans = _some_of(choices(operations, budget, setting.share, graph.whole), _EMITTED)
-        return first_found(_within_limit(graph.evaluate(Candidate(chosen))) for chosen in plans)
-    coarse = _save_less(graph, budget)
+        plans = _sample_plans(choices(operations, budget, setting.share, graph.whole), _EMITTED)
+        return first_found(_judge_by_limit(graph.evaluate(Candidate(chosen))) for chosen in plans)
+    coarse = _plan_without_host(graph, budget)
     if isinstance(setting.compiler, Inductor) and runs and budget != 0.0:
-        coarse = _recompute_less(graph, coarse) or coarse
+        coarse = _improve_recomputation(graph, coarse) or coarse
     if on_host is None or tier is None:
         return coarse
-    return cut_finer(coarse, lambda: _send_to_host(on_host, graph, coarse, tier))
+    return prefer_finer_stages(coarse, lambda: _improve_by_offloading(on_host, graph, coarse, tier))
 
 
-def _save_less(graph: CutProgram, budget: int | float) -> Found[Evaluation[Lowered]] | Unmet:
+def _plan_without_host(graph: CutProgram, budget: int | float) -> Found[Evaluation[Lowered]] | Unmet:
     """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used.
 
     Args:
@@ -147,13 +153,15 @@ def _save_less(graph: CutProgram, budget: int | float) -> Found[Evaluation[Lower
         evaluation = graph.evaluate(Candidate(chosen))
         excess = evaluation.peak - chosen.limit
         if excess <= 0 or not chosen.fits:
-            return _within_limit(evaluation)
+            return _judge_by_limit(evaluation)
         emitted.append((chosen.candidate, evaluation.peak))
         log.info(_REPLANNING, excess)
         margin += excess
 
 
-def _recompute_less(graph: CutProgram, coarse: Found[Evaluation[Lowered]] | Unmet) -> Found[Evaluation[Lowered]] | None:
+def _improve_recomputation(
+    graph: CutProgram, coarse: Found[Evaluation[Lowered]] | Unmet
+) -> Found[Evaluation[Lowered]] | None:
     """A plan that recomputes less than one that was chosen by its operations, or fits where none of these does.
 
     The programs of stages that a compiler fuses save less than was planned (``passes/fused_recompute.py``).
@@ -167,11 +175,11 @@ def _recompute_less(graph: CutProgram, coarse: Found[Evaluation[Lowered]] | Unme
     """
     if isinstance(coarse, Found) and not coarse.value.recompute_seconds:
         return None
-    plans = _less_recomputed(graph, coarse)
+    plans = _list_less_recomputed(graph, coarse)
     low, high, best = 0, len(plans), None
     while low < high:
         middle = (low + high) // 2
-        tried = _within_limit(graph.evaluate(Candidate(plans[middle])))
+        tried = _judge_by_limit(graph.evaluate(Candidate(plans[middle])))
         if isinstance(tried, Found):
             high, best = middle, tried
         else:
@@ -179,7 +187,7 @@ def _recompute_less(graph: CutProgram, coarse: Found[Evaluation[Lowered]] | Unme
     return best
 
 
-def _less_recomputed(graph: CutProgram, coarse: Found[Evaluation[Lowered]] | Unmet) -> list[Chosen]:
+def _list_less_recomputed(graph: CutProgram, coarse: Found[Evaluation[Lowered]] | Unmet) -> list[Chosen]:
     """The schedules that recompute less than that of a plan; all of them where none fits. The least recomputation is
     first.
 
@@ -187,20 +195,20 @@ def _less_recomputed(graph: CutProgram, coarse: Found[Evaluation[Lowered]] | Unm
         graph: for which schedules are searched for.
         coarse: the plan, or what it needs at the least.
     """
-    chosen = _chosen(coarse)
+    chosen = _chosen_schedule(coarse)
     plans = choices(graph.operations, chosen.limit, 1.0, graph.whole)
     if isinstance(coarse, Infeasible):
         return plans
     return [plan for plan in plans if plan.candidate.seconds < chosen.candidate.seconds]
 
 
-def _chosen(coarse: Found[Evaluation[Lowered]] | Unmet) -> Chosen:
+def _chosen_schedule(coarse: Found[Evaluation[Lowered]] | Unmet) -> Chosen:
     chosen = coarse.value.candidate.saved if isinstance(coarse, Found) else coarse.bottleneck.chosen
     assert isinstance(chosen, Chosen)
     return chosen
 
 
-def _send_to_host(
+def _improve_by_offloading(
     joint: JointGraph, graph: CutProgram, coarse: Found[Evaluation[Lowered]] | Unmet, tier: HostTier
 ) -> Found[Evaluation[Lowered]] | Unmet | None:
     """A plan that recomputes less than one without values on the host, or fits where none does without.
@@ -216,26 +224,26 @@ def _send_to_host(
     """
     if graph.setting.options.stages == "auto":
         # Copies begin and end between stages, and a heavy one, as a loss head, would have all others be as heavy.
-        fine = graph.setting.with_decisions(stage_starts=stage_starts(len(graph.joint.segments)))
+        fine = graph.setting.with_decisions(stage_starts=choose_stage_starts(len(graph.joint.segments)))
         graph = CutProgram.of(cut(joint, fine), fine)
     graph = dataclasses.replace(graph, setting=dataclasses.replace(graph.setting, room=tier.room))
-    chosen = _chosen(coarse)
+    chosen = _chosen_schedule(coarse)
     chosen = dataclasses.replace(chosen, graph=graph.operations, followed=graph.operations)
-    by_chain = plan_by_chain(graph.operations, chosen, tier, graph.evaluate)
-    results = [] if by_chain is None else [_within_limit(by_chain)]
+    by_chain = plan_with_host(graph.operations, chosen, tier, graph.evaluate)
+    results = [] if by_chain is None else [_judge_by_limit(by_chain)]
     most = math.inf if by_chain is None or by_chain.peak > chosen.limit else by_chain.recompute_seconds
     plans = [
         plan
-        for plan in _some_of(_less_recomputed(graph, coarse), TRIED)
+        for plan in _sample_plans(_list_less_recomputed(graph, coarse), TRIED)
         # No plan's peak falls by more than the bytes that leave.
         if plan.candidate.peak.bytes - tier.most <= plan.limit and plan.candidate.seconds < most
     ]
     if plans:
-        results.insert(0, _within_limit(least_recomputed(plans, graph.evaluate, tier.room)))
+        results.insert(0, _judge_by_limit(find_first_fitting(plans, graph.evaluate, tier.room)))
     return first_found(results) if results else None
 
 
-def following_rotor(joint: JointGraph, setting: Setting) -> Result[Lowered]:
+def plan_by_rotor(joint: JointGraph, setting: Setting) -> Result[Lowered]:
     """Plan as rotor's algorithms do, for the limit that the user gave them.
 
     Args:
@@ -260,21 +268,21 @@ def following_rotor(joint: JointGraph, setting: Setting) -> Result[Lowered]:
         margin += excess
 
 
-def _within_limit(evaluation: Evaluation[Lowered]) -> Found[Evaluation[Lowered]] | Unmet:
+def _judge_by_limit(evaluation: Evaluation[Lowered]) -> Found[Evaluation[Lowered]] | Unmet:
     """Judge a plan by the programs that were emitted for it."""
     chosen = evaluation.candidate.saved
     assert isinstance(chosen, Chosen)
     return Found(evaluation) if evaluation.peak <= chosen.limit else unmet_by(chosen, evaluation.peak)
 
 
-PROGRAMS: Space[Evaluation[Lowered]] = Space(planned=_within, tier=host_tier)
+PROGRAMS: Space[Evaluation[Lowered]] = Space(planned=_plan_within, tier=make_host_tier)
 """Plans for one device."""
 
 _EMITTED = 24
 """Plans that are emitted at most, where it is known only then what they need."""
 
 
-def _some_of(plans: Sequence[Chosen], count: int) -> list[Chosen]:
+def _sample_plans(plans: Sequence[Chosen], count: int) -> list[Chosen]:
     """The first, the last, and some between them."""
     last = len(plans) - 1
     return [plans[position] for position in sorted({round(last * part / (count - 1)) for part in range(count)})]

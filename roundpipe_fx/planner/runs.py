@@ -13,7 +13,7 @@ from roundpipe_fx.schedules import ActionKind, Timing
 from roundpipe_fx.schedules.timetable import NUMBER
 
 
-def runs_of(timing: Timing, cuts: Sequence[StageCut]) -> list[SegmentRun]:
+def find_runs(timing: Timing, cuts: Sequence[StageCut]) -> list[SegmentRun]:
     """Runs of stages that are bound to the same devices.
 
     Args:
@@ -26,18 +26,16 @@ def runs_of(timing: Timing, cuts: Sequence[StageCut]) -> list[SegmentRun]:
     if any(cut.index not in forward for cut in cuts):
         everywhere = frozenset(range(len(orders)))
         first, last = min(cut.first for cut in cuts), max(cut.last for cut in cuts)  # backward slots: last ones first
-        return [SegmentRun(first, last + 1, everywhere, microbatches_in_flight(timing, None, everywhere))]
+        return [SegmentRun(first, last + 1, everywhere, count_in_flight(timing, None, everywhere))]
     runs = []
     for where, group in itertools.groupby(cuts, lambda cut: devices[cut.index]):
         members = list(group)
         stages = [cut.index for cut in members]
-        runs.append(
-            SegmentRun(members[0].first, members[-1].last + 1, where, microbatches_in_flight(timing, stages, where))
-        )
+        runs.append(SegmentRun(members[0].first, members[-1].last + 1, where, count_in_flight(timing, stages, where)))
     return runs
 
 
-def microbatches_in_flight(timing: Timing, stages: Collection[int] | None, devices: Collection[int]) -> int:
+def count_in_flight(timing: Timing, stages: Collection[int] | None, devices: Collection[int]) -> int:
     """The most microbatches that have begun some stages and not yet run their backward, per device.
 
     Args:

@@ -31,13 +31,13 @@ from roundpipe_fx.compiler.operations_in_tiles import operations_of
 from roundpipe_fx.pipeline.host_memory import host_budget_of, host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, gaps, make_variant
 from roundpipe_fx.pipeline.settings import Pipelining, Structure
-from roundpipe_fx.planner.alternatives import chosen_among
+from roundpipe_fx.planner.alternatives import with_frontier
 from roundpipe_fx.planner.cut_for_schedule import CutGraph
-from roundpipe_fx.planner.evaluation import Candidate, ScheduleEvaluation, evaluated, quickest
-from roundpipe_fx.planner.fill_waits import with_waits_filled
+from roundpipe_fx.planner.evaluation import Candidate, ScheduleEvaluation, evaluate_schedule, find_quickest
+from roundpipe_fx.planner.fill_waits import fill_waits
 from roundpipe_fx.planner.link_prices import LinkPrices
-from roundpipe_fx.planner.offload_values import may_leave_unasked, quickest_offloaded, with_offloads
-from roundpipe_fx.planner.runs import runs_of
+from roundpipe_fx.planner.offload_values import may_offload_unasked, offload_to_fit, search_link_prices
+from roundpipe_fx.planner.runs import find_runs
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain_search import ParetoPoint, SimulatedSchedule, everything_kept, most_kept, work_out
 from roundpipe_fx.remat.choose import Bottleneck, Chosen, Unmet
@@ -48,7 +48,7 @@ from roundpipe_fx.remat.segment_chain import chain_of
 from roundpipe_fx.schedules import simulate_time
 
 
-def within_budget(
+def plan_schedule(
     cut: CutGraph,
     pipeline: Callable[[CutGraph, Variant, Variant], LoweredPipeline],
     pipelining: Pipelining,
@@ -74,20 +74,20 @@ def within_budget(
     # anything to do.
     chain, save_options = chain_of(blocks)
     most = most_kept(blocks, save_options) if blocks.graph.regions else everything_kept(blocks)
-    first = attempts.with_choice(most.schedule.choice)
+    first = attempts.evaluate_choice(most.schedule.choice)
     allowed = budget if isinstance(budget, int) else None
     if allowed is not None and pipelining.budget_has_weights:
-        held = _weights(first, pipelining)
+        held = _heaviest_weights(first, pipelining)
         if sum(held) >= allowed:
-            return _refused_by_weights(allowed, held, pipelining)
+            return _refuse_by_weights(allowed, held, pipelining)
         # What devices hold between steps is taken off once, for all plans.
         budget = allowed = allowed - sum(held)
-    highest = _with_all_gathered(first)
+    highest = _bytes_with_all_gathered(first)
     limit = int((highest if allowed is None else allowed) * share)
     if first.peak <= limit and (isinstance(budget, int) or budget == 1.0):
-        return Found(chosen_among([first], first, limit, allowed))
-    runs = runs_of(first.timing, cut.joint.cuts)
-    may_leave = may_leave_unasked(first, pipelining)
+        return Found(with_frontier([first], first, limit, allowed))
+    runs = find_runs(first.timing, cut.joint.cuts)
+    may_leave = may_offload_unasked(first, pipelining)
     on_host = host_budget_of(first.emitted, pipelining) if may_leave or pipelining.offloaded else None
     prices = None
     if may_leave:
@@ -100,15 +100,15 @@ def within_budget(
             cuts=cut.joint.cuts,
         )
     # Weights of fewer stages at a time: only worthwhile if some choice fits at all.
-    if fewer_weights and prices is not None and not prices.any_fits(limit):
-        return refusal(limit, first.peak, cut.structure, pipelining)
+    if fewer_weights and prices is not None and not prices.can_fit(limit):
+        return refuse_budget(limit, first.peak, cut.structure, pipelining)
     # Save less: at levels of devices, or only what enters stages. Send to the host: of each such plan, if it may leave.
     levels = _Levels(attempts, first, runs, [points_of_run(blocks.graph, chain, save_options, run) for run in runs])
     others = [] if blocks.graph.regions else [attempts.evaluate(Candidate(stage_inputs))]
 
     def sent_within(bytes_there: int) -> list[ScheduleEvaluation]:
-        known = [*attempts.of_choices, *others] if may_leave else []
-        return _with_room_on_host([with_offloads(attempt, bytes_there) for attempt in known], pipelining, on_host)
+        known = [*attempts.evaluations_of_choices, *others] if may_leave else []
+        return _keep_fitting_host([offload_to_fit(attempt, bytes_there) for attempt in known], pipelining, on_host)
 
     sent: list[ScheduleEvaluation] = []
     # Bisection with all devices alike is tried for a budget in bytes; a fraction needs the lowest peak first.
@@ -116,9 +116,9 @@ def within_budget(
     if isinstance(budget, int):
         sent = sent_within(limit)
     if level is None and (not pipelining.offloaded or all(attempt.peak > limit for attempt in sent)):
-        lowest = levels.lowest()
+        lowest = levels.find_lowest()
         if isinstance(budget, float):
-            leanest = [*attempts.of_choices, *others]
+            leanest = [*attempts.evaluations_of_choices, *others]
             leanest += sent_within(0) if pipelining.offloaded else []  # on devices, shares are those without a host
             # 0.0 is the least that devices can do, 1.0 the plan that saves all.
             low = min(attempt.peak for attempt in leanest)
@@ -126,8 +126,8 @@ def within_budget(
         level = levels.alike(lowest, limit)
         sent = sent_within(limit)
     if level is not None and len(runs) > 1:  # with one, all devices have its level
-        levels.each(level, limit)
-    recomputing = [*attempts.of_choices, *others]
+        levels.lower_each_device(level, limit)
+    recomputing = [*attempts.evaluations_of_choices, *others]
     tried = [*recomputing, *sent]
     if isinstance(budget, float) and budget == 0.0:
         limit = min(attempt.peak for attempt in (tried if pipelining.offloaded else recomputing))
@@ -135,38 +135,38 @@ def within_budget(
     # these plans: they depend on what was asked.
     priced: list[ScheduleEvaluation] = []
     if prices is not None:
-        priced = quickest_offloaded(
-            lambda price, within: attempts.with_choice(prices.choice_at(price, within)),
+        priced = search_link_prices(
+            lambda price, within: attempts.evaluate_choice(prices.choose_at_price(price, within)),
             limit,
             first.seconds,
             pipelining,
             on_host,
         )
-        priced = _with_room_on_host(priced, pipelining, on_host)
+        priced = _keep_fitting_host(priced, pipelining, on_host)
     # Everything that was simulated competes: levels, stage inputs only, values on the host, prices of the link.
     fitting = [attempt for attempt in (*tried, *priced) if attempt.peak <= limit]
     if pipelining.offloaded:
-        fitting = _within_host(fitting, pipelining, on_host)
+        fitting = _require_host_memory(fitting, pipelining, on_host)
     if not fitting:
         least = min(tried, key=lambda attempt: attempt.peak)
         if allowed is not None:
-            return refusal(allowed, least.peak, cut.structure, pipelining)
+            return refuse_budget(allowed, least.peak, cut.structure, pipelining)
         fitting = [least]
     # The quickest plan within the limit; if only the leanest is left, its own peak is the limit.
-    best = quickest(fitting, max(limit, fitting[0].peak))
+    best = find_quickest(fitting, max(limit, fitting[0].peak))
     assert best is not None
     if pipelining.workers > 1:
         # Recompute early: without those that were made for the link, so that a step is not longer than without a host.
         fitting = [attempt for attempt in recomputing if attempt.peak <= limit]
-        best = with_waits_filled(best, fitting, attempts.with_schedule, split, pipelining.microbatches, limit)
-    return Found(chosen_among([*tried, *priced], best, max(limit, best.peak), allowed))
+        best = fill_waits(best, fitting, attempts.evaluate_schedule, split, pipelining.microbatches, limit)
+    return Found(with_frontier([*tried, *priced], best, max(limit, best.peak), allowed))
 
 
-def _with_room_on_host(
+def _keep_fitting_host(
     attempts: Sequence[ScheduleEvaluation], pipelining: Pipelining, budget: int | None
 ) -> list[ScheduleEvaluation]:
     """The attempts whose values have room on the host. An offloaded model's weights need it in any case: what they have
-    with their values is compared in :func:`_within_host`."""
+    with their values is compared in :func:`_require_host_memory`."""
     if pipelining.offloaded or budget is None:
         return list(attempts)
     return [
@@ -177,7 +177,7 @@ def _with_room_on_host(
     ]
 
 
-def _within_host(
+def _require_host_memory(
     fitting: Sequence[ScheduleEvaluation], pipelining: Pipelining, budget: int | None
 ) -> list[ScheduleEvaluation]:
     """The attempts that the host has the memory for; if there is none, the one that needs least of it."""
@@ -188,7 +188,7 @@ def _within_host(
     return within or [fitting[needed.index(min(needed))]]
 
 
-def _with_all_gathered(attempt: ScheduleEvaluation) -> int:
+def _bytes_with_all_gathered(attempt: ScheduleEvaluation) -> int:
     """Bytes of the device that needs most if sharded parameters are never dropped before their last reader."""
     costs, timing = attempt.emitted.main.costs, attempt.timing
     kept = gaps(timing.schedule, costs)
@@ -197,7 +197,7 @@ def _with_all_gathered(attempt: ScheduleEvaluation) -> int:
     return max(simulate_time(timing.schedule, timing.graph, costs, kept=kept).peak_bytes)
 
 
-def _weights(attempt: ScheduleEvaluation, pipelining: Pipelining) -> tuple[int, int]:
+def _heaviest_weights(attempt: ScheduleEvaluation, pipelining: Pipelining) -> tuple[int, int]:
     """Bytes of the weights, and of the optimizer state, of the device that has most of both.
 
     A budget for both a device and its step leaves every device the same: it is what ``memory_budget`` means where the
@@ -209,7 +209,7 @@ def _weights(attempt: ScheduleEvaluation, pipelining: Pipelining) -> tuple[int, 
     return max(zip(*attempt.emitted.bytes_between_steps(attempt.timing.schedule), strict=True), key=sum)
 
 
-def _refused_by_weights(budget: int, held: tuple[int, int], pipelining: Pipelining) -> Unmet:
+def _refuse_by_weights(budget: int, held: tuple[int, int], pipelining: Pipelining) -> Unmet:
     weights, optimizer = held
     text = (
         f"the parameters and buffers{' and the optimizer state' if optimizer else ''} of the stages of one of "
@@ -248,19 +248,19 @@ class _Attempts:
         self._known: KnownModules = {}
 
     @property
-    def of_choices(self) -> list[ScheduleEvaluation]:
+    def evaluations_of_choices(self) -> list[ScheduleEvaluation]:
         """The evaluations so far that were made by a choice, in order."""
         return [evaluation for _, evaluation in self._by_choice]
 
-    def with_choice(self, choice: RematChoice) -> ScheduleEvaluation:
+    def evaluate_choice(self, choice: RematChoice) -> ScheduleEvaluation:
         """Evaluate saving what a choice says. Levels that differ often make the same choice."""
         known = [evaluation for other, evaluation in self._by_choice if other == choice]
         if not known:
-            known = [self.with_schedule(work_out(self.blocks, choice))]
+            known = [self.evaluate_schedule(work_out(self.blocks, choice))]
             self._by_choice.append((choice, known[0]))
         return known[0]
 
-    def with_schedule(self, schedule: SimulatedSchedule) -> ScheduleEvaluation:
+    def evaluate_schedule(self, schedule: SimulatedSchedule) -> ScheduleEvaluation:
         """Evaluate a schedule that was searched for."""
         graph = self.blocks.graph
         chosen = Chosen(candidate=schedule, limit=schedule.peak.bytes, graph=graph, frontier=(), followed=graph)
@@ -268,13 +268,13 @@ class _Attempts:
 
     def evaluate(self, candidate: Candidate) -> ScheduleEvaluation:
         """Emit a candidate, and simulate its schedule with nothing on the host that the user does not want there."""
-        emitted = functools.partial(self._emitted, candidate.saved)
+        emitted = functools.partial(self._emit, candidate.saved)
         has_own_modules = not self._known
         only = make_variant(emitted(self._known), self._cut.setting, self._pipelining)
         pipeline = self._pipeline(self._cut, only, only)
-        return evaluated(candidate, pipeline, None if has_own_modules else functools.partial(emitted, None))
+        return evaluate_schedule(candidate, pipeline, None if has_own_modules else functools.partial(emitted, None))
 
-    def _emitted(self, saved: Chosen | SavePolicy, known: KnownModules | None) -> Lowered:
+    def _emit(self, saved: Chosen | SavePolicy, known: KnownModules | None) -> Lowered:
         joint, setting, split = self._cut.joint.copy(), self._cut.setting, self._split
         if not isinstance(saved, Chosen):
             return emit_by_policy(joint, setting, saved, split=split, sums=True, known=known)
@@ -306,51 +306,51 @@ class _Levels:
         low, high = 0, last
         while low < high:
             middle = (low + high) // 2
-            if self.at(middle).peak <= limit:
+            if self.evaluate_level(middle).peak <= limit:
                 high = middle
             else:
                 low = middle + 1
-        return low if self.at(low).peak <= limit else None
+        return low if self.evaluate_level(low).peak <= limit else None
 
-    def each(self, level: int, limit: int) -> None:
+    def lower_each_device(self, level: int, limit: int) -> None:
         """Try for each device the least level with which it fits, up to ``level``."""
         # One bisection per device, all at once: a device's peak depends on its own level, mostly.
         low, high = [0] * self._devices, [level] * self._devices
         while low != high:
             middle = [(below + above) // 2 for below, above in zip(low, high, strict=True)]
-            for device, peak in enumerate(self._at(middle).peaks):
+            for device, peak in enumerate(self._known_attempt(middle).peaks):
                 if low[device] == high[device]:
                     continue
                 if peak <= limit:
                     high[device] = middle[device]
                 else:
                     low[device] = middle[device] + 1
-        self._at(high)
+        self._known_attempt(high)
 
-    def lowest(self) -> int:
+    def find_lowest(self) -> int:
         """The level at which the device that needs most needs least, among those that are sampled.
 
         The last levels may save too little: recomputed values, and those recomputed for them, are alive together.
         """
 
         def peak(level: int) -> int:
-            return self.at(level).peak
+            return self.evaluate_level(level).peak
 
         last = self.last
         # The lowest peak is near the end, not always at it: eighths first, then neighbours of the best.
         best = min(sorted({last, *(last * part // 8 for part in range(4, 8))}, reverse=True), key=peak)
         return min((level for level in range(best + 2, best - 3, -1) if 0 <= level <= last), key=peak)
 
-    def at(self, level: int) -> ScheduleEvaluation:
+    def evaluate_level(self, level: int) -> ScheduleEvaluation:
         """The attempt in which all devices have one level."""
-        return self._at([level] * self._devices)
+        return self._known_attempt([level] * self._devices)
 
-    def _at(self, levels: Sequence[int]) -> ScheduleEvaluation:
+    def _known_attempt(self, levels: Sequence[int]) -> ScheduleEvaluation:
         if tuple(levels) not in self._known:
-            self._known[tuple(levels)] = self._attempts.with_choice(self._choice(levels))
+            self._known[tuple(levels)] = self._attempts.evaluate_choice(self._choose(levels))
         return self._known[tuple(levels)]
 
-    def _choice(self, levels: Sequence[int]) -> RematChoice:
+    def _choose(self, levels: Sequence[int]) -> RematChoice:
         """Choose what all runs save, given each device's level; the last points of all runs are at the same level."""
         choices = []
         for run, points in zip(self._runs, self._points, strict=True):
@@ -361,7 +361,7 @@ class _Levels:
         return as_one_choice(choices)
 
 
-def refusal(allowed: int, minimum: int, structure: Structure, pipelining: Pipelining) -> Unmet:
+def refuse_budget(allowed: int, minimum: int, structure: Structure, pipelining: Pipelining) -> Unmet:
     """The refusal of a budget in bytes.
 
     Args:

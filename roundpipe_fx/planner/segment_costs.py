@@ -81,7 +81,7 @@ def segment_costs(joint: JointGraph, setting: Setting) -> SegmentCosts:
         joint = setting.run(joint, level)
     segments = joint.segments
     graph = operations_of(joint, setting, sums=True)
-    forward_reads, backward_reads, saved = _of_operations(graph, len(segments))
+    forward_reads, backward_reads, saved = _read_operations(graph, len(segments))
     forward_peak, backward_peak = [0] * len(segments), [0] * len(segments)
     # The least that a stage needs while it runs: whatever is saved, each operation has its operands and results.
     for operation in graph.forward:
@@ -104,7 +104,7 @@ def segment_costs(joint: JointGraph, setting: Setting) -> SegmentCosts:
     return SegmentCosts(
         forward_seconds=tuple(segment.forward_seconds for segment in segments),
         backward_seconds=tuple(segment.backward_seconds for segment in segments),
-        late_seconds=_late_seconds(graph, len(segments)),
+        late_seconds=_gradient_dependent_seconds(graph, len(segments)),
         entry_seconds=tuple(2 * transfer_seconds(segment.entry_bytes) for segment in segments),
         entry_bytes=tuple(segment.entry_bytes for segment in segments),
         forward_reads=forward_reads,
@@ -118,7 +118,7 @@ def segment_costs(joint: JointGraph, setting: Setting) -> SegmentCosts:
     )
 
 
-def _late_seconds(graph: OperationGraph, count: int) -> tuple[float, ...]:
+def _gradient_dependent_seconds(graph: OperationGraph, count: int) -> tuple[float, ...]:
     """By segment, seconds of the backward's operations that depend on incoming gradients."""
     late, seconds = set(graph.tangents), [0.0] * count
     # The backward runs from the last segment to the first, so what an operation reads was looked at before it.
@@ -135,7 +135,7 @@ _Reads = tuple[frozenset[int], ...]
 _SavedBySegment = tuple[tuple[tuple[int, float], ...], ...]
 
 
-def _of_operations(graph: OperationGraph, count: int) -> tuple[_Reads, _Reads, _SavedBySegment]:
+def _read_operations(graph: OperationGraph, count: int) -> tuple[_Reads, _Reads, _SavedBySegment]:
     """Who reads whom, and what the backward reads of the forward."""
     forward: list[set[int]] = [set() for _ in range(count)]
     backward: list[set[int]] = [set() for _ in range(count)]

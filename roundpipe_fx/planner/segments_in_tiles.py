@@ -64,16 +64,16 @@ def tilings_by_segment(
     regions = [region for region in regions if _widest_bytes(region) * _PARTS[-1] >= limit]
     if not regions:
         return
-    tried = _ever_more(regions, limit)
-    segments = _with_regions_whole(cut(joint.copy(), setting), regions)
-    joined = join([_chain(joint, regions, numbers, segments, setting) for numbers in tried])
+    tried = _enumerate_tile_counts(regions, limit)
+    segments = _merge_split_regions(cut(joint.copy(), setting), regions)
+    joined = join([_chain_in_tiles(joint, regions, numbers, segments, setting) for numbers in tried])
     of_region = [segments.by_name[region.widest.name] for region in regions]
     for seconds, copies in tiled_segments(joined, limit, tier):
         numbers = [tried[copies[segment]][position] for position, segment in enumerate(of_region)]
         yield seconds, [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
 
 
-def _ever_more(regions: Sequence[TileRegion], limit: int) -> list[_Numbers]:
+def _enumerate_tile_counts(regions: Sequence[TileRegion], limit: int) -> list[_Numbers]:
     """Powers of two, from one on, until a tile hardly counts."""
     choices: list[_Numbers] = [(1,) * len(regions)]
     for part in _PARTS:
@@ -95,7 +95,7 @@ def _widest_bytes(region: TileRegion) -> int:
     return int(value.numel() * value.dtype.itemsize)
 
 
-def _chain(
+def _chain_in_tiles(
     joint: JointGraph,
     regions: Sequence[TileRegion],
     numbers: _Numbers,
@@ -105,13 +105,13 @@ def _chain(
     """The segments of a copy with regions in so many tiles."""
     tiles = [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
     copy = tiled(joint, tiles, setting) if tiles else joint.copy()
-    tiled_setting = setting.with_decisions(segment_starts=_starts(copy, segments), stage_starts=(0,))
+    tiled_setting = setting.with_decisions(segment_starts=_find_starts(copy, segments), stage_starts=(0,))
     staged = tiled_setting.run(cut(copy, tiled_setting), PassLevel.STAGED)
     chain, _ = chain_of(Blocks(operations_of(staged, setting)))
     return ChainInTiles(chain, tuple(segment.seconds for segment in staged.segments))
 
 
-def _with_regions_whole(joint: JointGraph, regions: Sequence[TileRegion]) -> _Segments:
+def _merge_split_regions(joint: JointGraph, regions: Sequence[TileRegion]) -> _Segments:
     """The segments of a graph, where those that share a region are one.
 
     Args:
@@ -133,7 +133,7 @@ def _with_regions_whole(joint: JointGraph, regions: Sequence[TileRegion]) -> _Se
     )
 
 
-def _starts(copy: JointGraph, segments: _Segments) -> list[int]:
+def _find_starts(copy: JointGraph, segments: _Segments) -> list[int]:
     """Positions in the forward of a copy with loops at which the segments but the first begin."""
     segment_numbers: list[int] = []
     for node in copy.in_phase(Phase.FORWARD):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from roundpipe_fx.ir.segment import StageCut, backward_stages
-from roundpipe_fx.planner.runs import microbatches_in_flight
+from roundpipe_fx.planner.runs import count_in_flight
 from roundpipe_fx.remat.chain import SegmentChain
 from roundpipe_fx.remat.in_flight import SegmentRun
 from roundpipe_fx.remat.options_on_host import SegmentOnHost
@@ -43,13 +43,13 @@ def segments_on_host(
     ahead = {segment: cut.index for cut in reversed(cuts) for segment in range(cut.first, cut.last + 1)}
     sizes = {cut.index: cut.last - cut.first + 1 for cut in cuts}
     last = max(back)
-    copied = _copied(timing, costs, [ahead[last], back[last]])
-    held = _held(timing)
+    copied = _count_copied(timing, costs, [ahead[last], back[last]])
+    held = _count_held(timing)
 
     @functools.cache
     def in_flight(forward: int, backward: int) -> int:
         devices = [d for d, order in enumerate(schedule.orders) if np.isin(order[:, 1], [forward, backward]).any()]
-        return microbatches_in_flight(timing, [forward, backward], devices)
+        return count_in_flight(timing, [forward, backward], devices)
 
     flights = [in_flight(ahead[segment], back[segment]) for segment in sorted(back)]
     counted: dict[tuple[bool, int], int] = {}
@@ -78,7 +78,7 @@ def segments_on_host(
     ]
 
 
-def _copied(timing: Timing, costs: StepCosts, innermost: Sequence[int]) -> dict[int, int]:
+def _count_copied(timing: Timing, costs: StepCosts, innermost: Sequence[int]) -> dict[int, int]:
     """For each stage from which values may leave, how many microbatches' are copied while the innermost stages run.
 
     Args:
@@ -99,7 +99,7 @@ def _copied(timing: Timing, costs: StepCosts, innermost: Sequence[int]) -> dict[
     return {stage: max(map(len, in_flight.values()), default=0) for stage, in_flight in copied.items()}
 
 
-def _held(timing: Timing) -> dict[tuple[bool, int], int]:
+def _count_held(timing: Timing) -> dict[tuple[bool, int], int]:
     """Most bytes on a device, by whether a stage's forward runs or its backward, and by stage."""
     most: dict[tuple[bool, int], int] = {}
     for order, sizes in zip(timing.schedule.orders, timing.action_bytes, strict=True):

@@ -7,7 +7,7 @@ stage, which runs its backward at once, has none. ::
     in pieces     F0.0 F1.0 F2.0 B2.0 B1.0 B0.0 F0.1 …          of F0.0, beside F1.0; back beside B2.0
 
 Pieces are segments. They are tried where whole stages recompute, and taken if values leave and the step is shorter
-(:func:`roundpipe_fx.planner.search.cut_finer`).
+(:func:`roundpipe_fx.planner.search.prefer_finer_stages`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST = 64
 """Pieces of all stages: each takes a call for each microbatch."""
 
 
-def may_be_in_pieces(setting: Setting, pipelining: Pipelining, spec: ScheduleSpec) -> bool:
+def can_divide_stages(setting: Setting, pipelining: Pipelining, spec: ScheduleSpec) -> bool:
     """Return whether stages may be in pieces.
 
     Not an offloaded model's: its gradients are summed by residency window, so in other windows they are rounded
@@ -45,7 +45,7 @@ def may_be_in_pieces(setting: Setting, pipelining: Pipelining, spec: ScheduleSpe
     )
 
 
-def pieces_of(cuts: Sequence[StageCut]) -> list[int]:
+def find_piece_starts(cuts: Sequence[StageCut]) -> list[int]:
     """The first segments of the pieces of some stages, of which each has as many."""
     sizes = [cut.last - cut.first + 1 for cut in cuts]
     count = max(min(min(sizes), _MOST // len(cuts)), 1)

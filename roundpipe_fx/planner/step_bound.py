@@ -149,8 +149,8 @@ class StepBounds:
         stages = self._stages(division.stages)
         devices = self._devices(division)
         parallel = self._parallel(division)
-        shared = self._shared(division, stages, devices)
-        weights = [self._weights(division, stages, numbers) for numbers, _ in devices]
+        shared = self._late_parameters(division, stages, devices)
+        weights = [self._weight_bytes(division, stages, numbers) for numbers, _ in devices]
         fixed = max(weights, default=0) if self.with_weights else 0
         # One gradient, or parameter, is copied where it is averaged, or gathered, on all devices alike.
         copied = (
@@ -162,8 +162,10 @@ class StepBounds:
         most, recomputed = 0, []
         # The step is at least as long as on each device; the fullest device is found on the way.
         for (numbers, order), weight in zip(devices, weights, strict=True):
-            gradients = self._gradients(division, stages, numbers)
-            lowest, recompute = self._recomputed(division, stages, order, gradients, self.memory - fixed - copied)
+            gradients = self._gradient_bytes(division, stages, numbers)
+            lowest, recompute = self._least_recomputation(
+                division, stages, order, gradients, self.memory - fixed - copied
+            )
             head, tail, link = self._fill_drain_seconds(division, stages, numbers, gradients, parallel, shared)
             busy = sum(stages.forward[stage] + stages.backward[stage] for stage in numbers)
             count = self.microbatches // division.replicas
@@ -180,7 +182,7 @@ class StepBounds:
             seconds=seconds * exact, seconds_in_tiles=in_tiles * exact, bytes=most, recompute_seconds=tuple(recomputed)
         )
 
-    def simulated(self, division: Division, estimate: bool) -> float:
+    def simulate_seconds(self, division: Division, estimate: bool) -> float:
         """Seconds of a step as its schedule is simulated with the costs of segments, everything that can stay gathered.
 
         Args:
@@ -230,7 +232,7 @@ class StepBounds:
         for stage, members in enumerate(stages.segments):
             added = {number for at in members for number in self.costs.gradients[at]}
             gradients[last, stage] = {number: self._sizes[number] for number in added}
-            read = tuple(sorted(self._read(stages, [stage]) & self._trained))
+            read = tuple(sorted(self._parameters_read(stages, [stage]) & self._trained))
             reads |= {step: read for step in graph.steps if step[1] == stage}
         if sends:
             for step, sources in graph.reads.items():
@@ -298,7 +300,7 @@ class StepBounds:
         ring = self.network.ring(division.replicas, division.pipeline)
         return DataParallel(ring=ring, sharded=division.sharded)
 
-    def _shared(
+    def _late_parameters(
         self, division: Division, stages: _Stages, devices: Sequence[tuple[Sequence[int], np.ndarray]]
     ) -> frozenset[int]:
         """Parameters with gradients on several devices, which are reduced at some other time."""
@@ -311,12 +313,12 @@ class StepBounds:
                 devices_of[number] = devices_of.get(number, 0) + 1
         return frozenset(number for number, count in devices_of.items() if count > 1)
 
-    def _read(self, stages: _Stages, numbers: Collection[int]) -> set[int]:
+    def _parameters_read(self, stages: _Stages, numbers: Collection[int]) -> set[int]:
         return {number for stage in numbers for at in stages.segments[stage] for number in self.costs.parameters[at]}
 
-    def _weights(self, division: Division, stages: _Stages, numbers: Collection[int]) -> int:
+    def _weight_bytes(self, division: Division, stages: _Stages, numbers: Collection[int]) -> int:
         """Bytes of a device between steps."""
-        whole = {number: self._shard_bytes(division, number) for number in self._read(stages, numbers)}
+        whole = {number: self._shard_bytes(division, number) for number in self._parameters_read(stages, numbers)}
         trained = sum(size for number, size in whole.items() if number in self._trained)
         return sum(whole.values()) + int(self.optimizer_share * trained)
 
@@ -327,7 +329,7 @@ class StepBounds:
             return padded_bytes(tensor, division.replicas) // division.replicas
         return self._sizes[number]
 
-    def _gradients(self, division: Division, stages: _Stages, numbers: Sequence[int]) -> list[dict[int, int]]:
+    def _gradient_bytes(self, division: Division, stages: _Stages, numbers: Sequence[int]) -> list[dict[int, int]]:
         """Bytes of the gradients of a device, by number: of its first stage, of its first two, …, of all."""
         # Entry k: gradients once the k first stages of this device have begun their backward.
         bytes_so_far: list[dict[int, int]] = [{}]
@@ -340,7 +342,7 @@ class StepBounds:
             bytes_so_far.append({**bytes_so_far[-1], **added})
         return bytes_so_far
 
-    def _recomputed(
+    def _least_recomputation(
         self,
         division: Division,
         stages: _Stages,
@@ -384,7 +386,7 @@ class StepBounds:
                 for size, seconds in saved[stage]
                 if size and counts[position, index]
             ]
-            recompute_seconds = max(recompute_seconds, _cheapest(values, int(levels[position]) - spare))
+            recompute_seconds = max(recompute_seconds, _cheapest_recomputation(values, int(levels[position]) - spare))
         return lowest, recompute_seconds
 
     def _gradient_bytes_before(
@@ -413,7 +415,7 @@ class StepBounds:
         gathered = [
             sum(
                 self._padded_bytes(division, number)
-                for number in self._read(stages, [stage])
+                for number in self._parameters_read(stages, [stage])
                 if number in self._trained
             )
             for stage in numbers
@@ -451,10 +453,10 @@ class StepBounds:
         reduced = parallel.reduce_seconds(sizes[number] for number in lowest)
         link = parallel.reduce_seconds(sizes.values())
         if division.sharded:
-            read = {number for number in self._read(stages, numbers) if number in self._trained}
+            read = {number for number in self._parameters_read(stages, numbers) if number in self._trained}
             gather = parallel.ring.gather_seconds
             link += parallel.seconds([self._padded_bytes(division, number) for number in read], gather)
-            firsts = [number for number in self._read(stages, [first]) if number in self._trained]
+            firsts = [number for number in self._parameters_read(stages, [first]) if number in self._trained]
             # The first forward waits for its parameters to be gathered, whatever happens before.
             head = max(head, parallel.seconds([self._padded_bytes(division, number) for number in firsts], gather))
         return head, max(tail, reduced), link
@@ -464,7 +466,7 @@ class StepBounds:
         return padded_bytes(tensor, division.replicas) if division.sharded and tensor.dim() else self._sizes[number]
 
 
-def _cheapest(values: Sequence[tuple[float, int]], over: float) -> float:
+def _cheapest_recomputation(values: Sequence[tuple[float, int]], over: float) -> float:
     """Seconds of recomputing so many bytes at the least, the last value in part.
 
     Args:

@@ -1,11 +1,18 @@
-"""Tile more: regions at whose work the peak is, one kind after another, until the budget is met.
+"""Tile more: raise the number of tiles, one region class after another, until a plan fits the budget.
 
-Plans are made without tiles first. If the budget cannot be met, the regions that hold most at the lowest peak that was
-found are tiled, all of the same kind alike, and the graph is replanned; then the next kind, or the same in more tiles.
-Where it is not known what is alive at the peak, as in a schedule's, the widest regions are tiled first. While one
-operation alone needs more than the budget, no plan is searched for: what it needs says what is tiled next.
+The first plan has no tiles. If it does not fit, the region class that contributes most bytes to the lowest peak is
+tiled, all its regions alike, and the graph is planned again; then the next class, or the same one in more tiles. ::
 
-What is tried so depends on the budget. The least budget that an error names has therefore been planned for.
+    peak without tiles      9.0 GiB   logits 4.0, MLP 1.5 …     tile the loss head, 2 tiles
+    head in 2 tiles         6.1 GiB   logits 2.0, MLP 1.5 …     4 tiles
+    head in 4 tiles         5.2 GiB   MLP 1.5, logits 1.0 …     tile the MLPs too
+    … and MLPs in 2 tiles   4.4 GiB                             fits 4.5 GiB
+
+A schedule's peak does not say which values are alive, so there the widest regions are tiled first. As long as a single
+operation needs more than the budget, no plan is searched for; its operands and workspace decide which class is tiled
+next.
+
+The sequence of attempts depends on the budget. The smallest budget that an error names has therefore been planned for.
 """
 
 from __future__ import annotations
@@ -20,61 +27,62 @@ from roundpipe_fx.budget import Found, Infeasible, first_found
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.planner.evaluation import E, Space
-from roundpipe_fx.planner.kinds_of_regions import Kind, Kinds, Tiles
+from roundpipe_fx.planner.region_classes import RegionClass, RegionClasses, Tiles
 from roundpipe_fx.remat.choose import Unmet, refusal
 
 _GAIN = 0.999
-"""More tiles are worth it if they lower the peak to this share at most."""
+"""More tiles are kept if they lower the peak at least to this fraction."""
 
-_InTiles: TypeAlias = tuple[Mapping[Kind, int], E | None]
-"""Kinds with their number of tiles, and the plan with these; ``None``: one that was refused for a smaller budget."""
+_InTiles: TypeAlias = tuple[Mapping[RegionClass, int], E | None]
+"""Classes with their number of tiles, and the plan with these; ``None``: one that was refused for a smaller budget."""
 _WAYS = ((True, False), (False, False), (True, True))
-"""With the quicker tiles of each loss head, of rows, or also of its classes, where it can have such."""
+"""(choose the quicker tiles of each loss head, try vocabulary tiles at last): the quicker ones, rows only, or both."""
 
 
-def tile_more(kinds: Kinds[E], budget: int | float) -> Found[tuple[Tiles, E]] | Unmet:
-    """A plan within the budget and its tiles, the first in more and more of them.
+def tile_more(classes: RegionClasses[E], budget: int | float) -> Found[tuple[Tiles, E]] | Unmet:
+    """Find the first plan within the budget, in more and more tiles.
 
     Args:
-        kinds: what can be tiled.
-        budget: bytes or a share.
+        budget: bytes or a fraction.
     """
-    setting = kinds.setting
-    if kinds.space.widest_first:
-        return _widest_first(kinds, budget, _limit(kinds, budget))
-    first = result = _most_held_first(kinds, budget)
+    setting = classes.setting
+    if classes.space.widest_first:
+        return _tile_widest_first(classes, budget, _bytes_limit(classes, budget))
+    first = result = _tile_heaviest_first(classes, budget)
     if isinstance(first, Found):
         tiles, met = first.value
         assert met is not None
-        return Found((kinds.in_tiles(tiles), met))
-    # The minimum found depends on the budget, so it is planned for itself until the named budget is met.
+        return Found((classes.tiles_of(tiles), met))
+    # The minimum depends on the budget that was tried, so plan for that minimum, until the plan meets it.
     while isinstance(result, Infeasible):
         # For another budget, other tiles are tried.
         unmet = result
-        result = _most_held_first(kinds, math.ceil(unmet.minimum / setting.share))
+        result = _tile_heaviest_first(classes, math.ceil(unmet.minimum / setting.share))
     asked, chosen = first.bottleneck.chosen, unmet.bottleneck.chosen
     assert asked is not None and chosen is not None
     text = refusal(dataclasses.replace(chosen, limit=asked.limit), unmet.minimum, budget)
     return dataclasses.replace(unmet, bottleneck=dataclasses.replace(unmet.bottleneck, text=text))
 
 
-def _limit(kinds: Kinds[E], budget: int | float) -> int | None:
-    """The bytes that no operation alone may exceed; ``None``: nothing is tiled."""
-    tiles = isinstance(budget, int) and kinds.setting.options.tiling != "never"
-    return int(budget * kinds.setting.share) if tiles else None
+def _bytes_limit(classes: RegionClasses[E], budget: int | float) -> int | None:
+    """The bytes that no single operation may exceed; ``None`` if nothing may be tiled."""
+    tiles = isinstance(budget, int) and classes.setting.options.tiling != "never"
+    return int(budget * classes.setting.share) if tiles else None
 
 
-def _widest_first(kinds: Kinds[E], budget: int | float, limit: int | None) -> Found[tuple[Tiles, E]] | Unmet:
-    """The first plan within the budget, as the graph is or with more and more regions in tiles, the widest first.
+def _tile_widest_first(
+    classes: RegionClasses[E], budget: int | float, limit: int | None
+) -> Found[tuple[Tiles, E]] | Unmet:
+    """Find the first plan within the budget, without tiles or with more and more regions tiled, the widest first.
 
-    No plan is searched for where one operation alone needs more than the budget, unless that is so in any tiles. If
-    there is none, the result is that of the attempt that needs least.
+    A tiling in which a single operation exceeds the budget is skipped, unless every tiling is like that. If no
+    plan fits, the result is the attempt that needs least.
     """
 
     def planned(limit: int | None) -> Iterator[Found[tuple[Tiles, E]] | Unmet]:
         # Without tiles, then ever wider and narrower regions.
-        for tiles in itertools.chain([()], kinds.widest_first() if is_bounded else ()):
-            result = kinds.planned_in(tiles, budget, limit)
+        for tiles in itertools.chain([()], classes.widest_first() if is_bounded else ()):
+            result = classes.plan_in_tiles(tiles, budget, limit)
             if isinstance(result, Found):
                 yield Found((tiles, result.value))
             elif not result.bottleneck.is_of_one_operation:
@@ -86,106 +94,109 @@ def _widest_first(kinds: Kinds[E], budget: int | float, limit: int | None) -> Fo
     return first_found(planned(None) if first is None else itertools.chain([first], tried))
 
 
-def _most_held_first(kinds: Kinds[E], budget: int | float) -> Found[_InTiles[E]] | Unmet:
-    """A plan within the budget, with those regions in tiles that hold most at the peak; else, of all that was tried,
-    the one that needs least."""
-    limit = _limit(kinds, budget)
-    untiled = kinds.planned({}, budget, limit)
+def _tile_heaviest_first(classes: RegionClasses[E], budget: int | float) -> Found[_InTiles[E]] | Unmet:
+    """Find a plan within the budget by tiling the classes that hold most of the peak.
+
+    Otherwise, return the attempt that needs least.
+    """
+    limit = _bytes_limit(classes, budget)
+    untiled = classes.plan({}, budget, limit)
     if isinstance(untiled, Found):
         return Found(({}, untiled.value))
-    return untiled if limit is None else _in_tiles_either_way(kinds, untiled, int(budget), limit)
+    return untiled if limit is None else _try_few_then_many_tiles(classes, untiled, int(budget), limit)
 
 
-def tile_down(joint: JointGraph, setting: Setting, space: Space[E]) -> None:
-    """Have plans made in more and more tiles, as long as they lower the peak.
+def lower_peak_by_tiles(joint: JointGraph, setting: Setting, space: Space[E]) -> None:
+    """Plan in more and more tiles, as long as they lower the peak.
 
     Args:
         joint: an annotated graph; not changed.
-        setting: what else there is to know.
-        space: plans each of them, and finds that none is within no bytes at all.
+        space: receives each plan; its budget of 0 bytes is met by none.
     """
-    kinds = Kinds(joint, setting, space)
-    untiled = kinds.planned({}, 0, None)
+    classes = RegionClasses(joint, setting, space)
+    untiled = classes.plan({}, 0, None)
     if isinstance(untiled, Infeasible):
-        _in_tiles(kinds, untiled, 0, 0)
+        _try_head_tilings(classes, untiled, 0, 0)
 
 
-def _in_tiles_either_way(kinds: Kinds[E], unmet: Unmet, budget: int, limit: int) -> Found[_InTiles[E]] | Unmet:
-    """A plan within the budget in few tiles; else from where no tiles lower what any operation needs.
+def _try_few_then_many_tiles(
+    classes: RegionClasses[E], unmet: Unmet, budget: int, limit: int
+) -> Found[_InTiles[E]] | Unmet:
+    """Find a plan in few tiles; else begin from the tiles with which no single operation can need less.
 
-    Arguments and results as for :func:`_in_tiles`.
+    Arguments and results as for :func:`_try_head_tilings`.
     """
-    result = _in_tiles(kinds, unmet, budget, limit)
-    if isinstance(result, Found) or not kinds.exist:
+    result = _try_head_tilings(classes, unmet, budget, limit)
+    if isinstance(result, Found) or not classes.has_any:
         return result
-    untiled = kinds.planned({}, budget, 0)
+    untiled = classes.plan({}, budget, 0)
     if isinstance(untiled, Found):
         return Found(({}, untiled.value))
-    return first_found((result, _in_tiles(kinds, untiled, budget, 0)))
+    return first_found((result, _try_head_tilings(classes, untiled, budget, 0)))
 
 
-def _in_tiles(kinds: Kinds[E], unmet: Unmet, budget: int, limit: int) -> Found[_InTiles[E]] | Unmet:
-    """The first plan within the budget, of all ways to tile loss heads.
+def _try_head_tilings(classes: RegionClasses[E], unmet: Unmet, budget: int, limit: int) -> Found[_InTiles[E]] | Unmet:
+    """Find the first plan within the budget among the ways to tile loss heads.
 
-    Arguments and results as for :func:`_in_more_tiles`.
+    Arguments and results as for :func:`_try_more_tiles`.
     """
     return first_found(
-        # Three orders of trying; later ones only if there are heads by classes.
-        _in_more_tiles(kinds, unmet, budget, limit, quicker=quicker, by_class=by_class)
-        for position, (quicker, by_class) in enumerate(_WAYS)
-        if not position or kinds.have_classes
+        # The second and third way differ from the first only if a head can be tiled along the vocabulary.
+        _try_more_tiles(classes, unmet, budget, limit, quicker=quicker, by_vocabulary=by_vocabulary)
+        for position, (quicker, by_vocabulary) in enumerate(_WAYS)
+        if not position or classes.has_vocabulary_heads
     )
 
 
-def _in_more_tiles(
-    kinds: Kinds[E], unmet: Unmet, budget: int, limit: int, *, quicker: bool, by_class: bool
+def _try_more_tiles(
+    classes: RegionClasses[E], unmet: Unmet, budget: int, limit: int, *, quicker: bool, by_vocabulary: bool
 ) -> Found[_InTiles[E]] | Unmet:
-    """The first plan within the budget, in more and more tiles, with these.
+    """Find the first plan within the budget, in more and more tiles of the class at the peak.
 
     Args:
-        kinds: what can be tiled.
-        unmet: what binds without tiles.
-        limit: while one operation needs more bytes, no plan is searched for unless that is so in any tiles.
-        quicker: whether a head has tiles of classes where these are quicker than as many of rows.
-        by_class: whether tiles of classes are tried where no tiles of rows lower what binds.
+        unmet: the refusal without tiles.
+        limit: bytes; as long as a single operation needs more, no plan is searched for.
+        quicker: whether a head gets vocabulary tiles if these are quicker than as many row tiles.
+        by_vocabulary: whether vocabulary tiles are tried once no row tiles lower the peak.
 
     Returns:
-        the plan. If there is none, of all that was tried the one that needs least.
+        the plan, else the attempt that needs least.
     """
-    tiles: dict[Kind, int] = {}
-    lowest, done = unmet, set[Kind]()
-    heads: dict[Kind, tuple[int, Unmet]] = {}  # by classes, that are not in tiles, as they were tried last
+    tiles: dict[RegionClass, int] = {}
+    lowest, done = unmet, set[RegionClass]()
+    heads: dict[RegionClass, tuple[int, Unmet]] = {}  # along the vocabulary: the last attempt of each
     while True:
-        # One class of regions more, or the same in more tiles, in each round; it ends when no class is left that helps.
-        kind = kinds.binding(lowest, tiles, done, by_class)
+        # Each round tiles one more class, or the same one in more tiles. The loop ends when no class at the peak is
+        # left.
+        region_class = classes.find_class_at_peak(lowest, tiles, done, by_vocabulary)
         is_least = lowest.bottleneck.is_of_one_operation
-        if kind is None and not is_least:
+        if region_class is None and not is_least:
             return lowest
         tried = dict(tiles)
-        if kind is not None:
-            count, binding = tiles.get(kind), lowest
-            if count is None and kind in heads:
-                count, binding = heads[kind]
-            count = kinds.more_tiles(kind, count, binding, limit)
+        if region_class is not None:
+            count, binding = tiles.get(region_class), lowest
+            if count is None and region_class in heads:
+                count, binding = heads[region_class]
+            count = classes.choose_more_tiles(region_class, count, binding, limit)
             if quicker:
-                kind, count = kinds.quicker(kind, count, done | heads.keys())
-            tried = {**kinds.without_overlapping(kind, tiles), kind: count}
-        result = kinds.planned(tried, budget, limit if kind is not None and is_least else None)
+                region_class, count = classes.choose_quicker(region_class, count, done | heads.keys())
+            tried = {**classes.drop_overlapping(region_class, tiles), region_class: count}
+        result = classes.plan(tried, budget, limit if region_class is not None and is_least else None)
         if isinstance(result, Found):
             return Found((tried, result.value))
-        # Two kinds of minimum: of one operation, and of a plan. They cannot be compared with each other.
+        # A minimum is of a single operation or of a plan; the two cannot be compared with each other.
         alike = (result.bottleneck.is_of_one_operation) == is_least
         if alike and result.minimum > lowest.minimum * _GAIN:
-            assert kind is not None
-            if not kinds.is_by_class(kind) or tried[kind] >= kinds.most_tiles(kind):
-                done.add(kind)
+            assert region_class is not None
+            if not classes.is_vocabulary_head(region_class) or tried[region_class] >= classes.most_tiles(region_class):
+                done.add(region_class)
                 continue
-            # Few tiles of classes may need more than many of rows, and more of them less than any.
-            known, heads[kind] = heads.get(kind), (tried[kind], result)
+            # A few vocabulary tiles may need more than many row tiles, yet more of them less than any.
+            known, heads[region_class] = heads.get(region_class), (tried[region_class], result)
             if known is not None and result.minimum > known[1].minimum * _GAIN:
-                done.add(kind)
+                done.add(region_class)
             continue
         if not alike:
-            done.clear()  # tiles that do not lower what one operation needs may lower the peak of a plan
+            done.clear()  # tiles that did not lower the need of one operation may lower the peak of a plan
         lowest, tiles = result, tried
-        done.update(limited for limited, count in tiles.items() if count >= kinds.most_tiles(limited))
+        done.update(limited for limited, count in tiles.items() if count >= classes.most_tiles(limited))

@@ -20,7 +20,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.planner.evaluation import Space
 from roundpipe_fx.planner.segments_in_tiles import tilings_by_segment
-from roundpipe_fx.planner.tile_more import tile_down
+from roundpipe_fx.planner.tile_more import lower_peak_by_tiles
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain_search import refine, search, spread
 from roundpipe_fx.remat.choose import Chosen, Unmet, unmet_by
@@ -31,7 +31,7 @@ _TILINGS = 8
 """So many of the tiles that the chain of segments finds best are looked at, spread over all amounts of memory."""
 
 
-def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
+def make_tiled_frontier(joint: JointGraph, setting: Setting) -> PlansInTiles:
     """The plans on the frontiers of a graph in more and more tiles, the graph as it is among them.
 
     Args:
@@ -65,7 +65,7 @@ def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
         return unmet_by(chosen, chosen.candidate.peak.bytes)
 
     with working("looking for plans in tiles"):
-        tile_down(joint, setting, Space(planned=planned))
+        lower_peak_by_tiles(joint, setting, Space(planned=planned))
         if anywhere:
             graph = summed(joint, setting)
             tilings = tilings_by_segment(graph, TileRegions(graph).as_wide_as(0), least[0], setting)

@@ -59,7 +59,7 @@ def has_host(device: torch.device) -> bool:
     return device.type != "cpu" and offload_operators() is not None
 
 
-def host_room(host_budget: int | None, on_paper: bool) -> int:
+def find_host_budget(host_budget: int | None, on_paper: bool) -> int:
     """Bytes of values that may be on the host.
 
     Args:
@@ -71,7 +71,7 @@ def host_room(host_budget: int | None, on_paper: bool) -> int:
     return int(_SHARE * psutil.virtual_memory().available) if host_budget is None else host_budget
 
 
-def host_tier(joint: JointGraph, setting: Setting) -> HostTier | None:
+def make_host_tier(joint: JointGraph, setting: Setting) -> HostTier | None:
     """The host for the values of a graph that programs run; ``None``: none may leave.
 
     Args:
@@ -83,7 +83,7 @@ def host_tier(joint: JointGraph, setting: Setting) -> HostTier | None:
         return None
     if wants_host(joint, device.type):
         return None
-    room = host_room(options.host_budget, on_paper=options.device_name is not None)
+    room = find_host_budget(options.host_budget, on_paper=options.device_name is not None)
     return _tier(joint, setting.costs.host, room) if room else None
 
 
@@ -115,7 +115,7 @@ def _tier(joint: JointGraph, bandwidth: float, room: int) -> HostTier:
     return HostTier(byte_seconds=1 / bandwidth, room=room, carried=int(_HIDDEN * shorter * bandwidth))
 
 
-def plan_by_chain(
+def plan_with_host(
     graph: OperationGraph,
     chosen: Chosen,
     tier: HostTier,
@@ -146,7 +146,7 @@ def plan_by_chain(
             break
         candidate = work_out(blocks, remat_choice_of(graph, save_options, [*solutions[index].decisions]))
         plan = dataclasses.replace(chosen, candidate=candidate, graph=graph, followed=graph, fits=True)
-        tried.append(least_recomputed([plan], evaluate, tier.room))
+        tried.append(find_first_fitting([plan], evaluate, tier.room))
         if tried[-1].peak <= limit:
             return tried[-1]
         beyond = max(beyond, tried[-1].peak - solutions[index].bytes)
@@ -154,12 +154,12 @@ def plan_by_chain(
     return min(tried, key=lambda one: one.peak, default=None)
 
 
-def stage_starts(segments: int) -> list[int]:
+def choose_stage_starts(segments: int) -> list[int]:
     """The first segment of each stage, so that copies find where to begin and to end: one a stage, or a few."""
     return [*range(0, segments, -(-segments // _STAGES))]
 
 
-def least_recomputed(
+def find_first_fitting(
     plans: Sequence[Chosen], evaluate: Callable[[Candidate], Evaluation[Lowered]], room: int
 ) -> Evaluation[Lowered]:
     """The first of some plans that fits with values on the host; if none does, the one that needs least.

@@ -87,8 +87,8 @@ def test_no_schedule_is_searched_for_below_what_one_operation_needs(monkeypatch:
     options = {"num_microbatches": 4, **WAYS["1f1b"]}
     budget = 2 * (8 // 4) * 32 * WORDS * 4 - 1
     planned = []
-    plan = lowering._cut_elsewhere
-    monkeypatch.setattr(lowering, "_cut_elsewhere", lambda *args: planned.append(args) or plan(*args))
+    plan = lowering._lower_for_schedules
+    monkeypatch.setattr(lowering, "_lower_for_schedules", lambda *args: planned.append(args) or plan(*args))
     torch._dynamo.reset()
     compiled = roundpipe_fx.compile(model, memory_budget=budget, **options)
     compiled.trace(**batch)

@@ -16,7 +16,7 @@ from roundpipe_fx.budget import Infeasible, Result
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.settings import Undivided
 from roundpipe_fx.planner import lower_pipeline as lowering
-from roundpipe_fx.planner.divide_devices import NoDivisionError, divisions_of
+from roundpipe_fx.planner.divide_devices import NoDivisionError, enumerate_divisions
 from roundpipe_fx.planner.step_bound import Division, StepBounds
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.schedules.data_parallel import TOGETHER_BYTES
@@ -110,7 +110,7 @@ def test_no_other_division_has_a_shorter_step(noted: _Noted, options: dict[str, 
         assert max(plan.pipeline.peak_bytes) <= options["memory_budget"]
     for division, own in seconds.items():
         assert noted.bounds.of(division).seconds <= own, division
-        assert noted.bounds.simulated(division, estimate=False) <= own, division
+        assert noted.bounds.simulate_seconds(division, estimate=False) <= own, division
     told = plan.pipeline.mesh.divisions
     (chosen,) = (own for own in told if own.chosen)
     assert chosen.seconds == plan.pipeline.makespan and chosen.bytes == max(plan.pipeline.device_bytes)
@@ -206,13 +206,13 @@ def test_what_needs_no_gradient_is_not_divided() -> None:
 
 
 def test_divisions_of_devices() -> None:
-    found = divisions_of(Undivided(6, 12), 8, "auto", ["1f1b", "interleaved"], False)
+    found = enumerate_divisions(Undivided(6, 12), 8, "auto", ["1f1b", "interleaved"], False)
     assert {(own.replicas, own.pipeline) for own in found} == {(6, 1), (3, 2), (2, 3), (1, 6)}
     assert {own.stages for own in found if own.pipeline == 3 and own.schedule == "1f1b"} == {3, 6}
     assert {own.stages for own in found if own.pipeline == 3 and own.schedule == "interleaved"} == {6}
     alone = [own for own in found if own.pipeline == 6]
     assert [(own.stages, own.sharded, own.schedule) for own in alone] == [(6, False, "1f1b")]
-    only = divisions_of(Undivided(6, 12), 8, 4, ["1f1b"], True)
+    only = enumerate_divisions(Undivided(6, 12), 8, 4, ["1f1b"], True)
     assert [(own.pipeline, own.sharded) for own in only] == [(1, True), (2, True), (3, True)]
 
 
@@ -235,5 +235,5 @@ def test_bounds_of_equal_layers(noted: _Noted) -> None:
 def test_schedules_that_run_alike_are_planned_once() -> None:
     names = ["gpipe", "1f1b", "interleaved", "zero_bubble"]
     for count, devices, expected in ((2, 1, {"1f1b"}), (4, 1, {"1f1b", "gpipe", "interleaved"}), (2, 2, {*names})):
-        found = divisions_of(Undivided(2, count), 8, "auto", names, False)
+        found = enumerate_divisions(Undivided(2, count), 8, "auto", names, False)
         assert {own.schedule for own in found if own.pipeline == devices} == expected

@@ -24,7 +24,7 @@ def _least_recomputed(operations: list[int], code: list[int], limit: int, first:
         judged.add(place)
         return code[place]
 
-    place = judged_by_code.least_recomputed(len(operations), operations.__getitem__, judge, limit, first, {})
+    place = judged_by_code.find_least_recomputed(len(operations), operations.__getitem__, judge, limit, first, {})
     return place, judged
 
 
@@ -65,7 +65,7 @@ def test_a_good_schedule_is_found_where_code_needs_a_share_of_its_operations(
     code = [int(size * share) for size in operations]
     limit = data.draw(st.integers(min(code), 130000))
     ends = {place: code[place] for place in (0, len(code) - 1)}
-    place = judged_by_code.least_recomputed(
+    place = judged_by_code.find_least_recomputed(
         len(code), operations.__getitem__, code.__getitem__, limit, len(code) - 1, ends
     )
     assert place is not None and code[place] <= limit

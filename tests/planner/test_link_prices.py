@@ -44,7 +44,7 @@ def test_plans_by_the_price_of_the_link_are_as_short_as_others_or_shorter(monkey
     needed = _planned(2**30).timing.peak_bytes[0]
     shares = (0.45, 0.6)
     priced = [_planned(int(needed * share)) for share in shares]
-    monkeypatch.setattr(within_budget, "quickest_offloaded", lambda *args: [])
+    monkeypatch.setattr(within_budget, "search_link_prices", lambda *args: [])
     others = [_planned(int(needed * share)) for share in shares]
     for share, plan, other in zip(shares, priced, others, strict=True):
         assert plan.timing.peak_bytes[0] <= needed * share

@@ -122,7 +122,7 @@ def test_more_bytes_take_fewer_tiles_and_fewer_seconds(monkeypatch: pytest.Monke
 def test_regions_that_hardly_count_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those whose widest value is less than a 64th of the budget."""
     counted: list[set[str]] = []
-    ever_more = segments_in_tiles._ever_more
+    ever_more = segments_in_tiles._enumerate_tile_counts
 
     def noted(regions: Sequence[TileRegion], limit: int) -> Any:
         counted.append({region.widest.name for region in regions})
@@ -134,7 +134,7 @@ def test_regions_that_hardly_count_are_left_alone(monkeypatch: pytest.MonkeyPatc
             list(tilings_by_segment(graph, regions, narrowest.widest.meta["val"].nbytes * times, setting))
         return widest.widest.name, narrowest.widest.name
 
-    monkeypatch.setattr(segments_in_tiles, "_ever_more", noted)
+    monkeypatch.setattr(segments_in_tiles, "_enumerate_tile_counts", noted)
     batch = {"x": torch.randn(512, 16), "y": torch.randint(512, (512,))}
     widest, narrowest = look(HeadAndMLP(), batch, ask, monkeypatch)
     assert counted == [{widest, narrowest}, {widest}]

@@ -20,8 +20,7 @@ from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.ir.joint_graph import tensor_values
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.settings import Pipelining
-from roundpipe_fx.planner.lower import prepare
-from roundpipe_fx.planner.with_host import host_room, host_tier_of_step, least_recomputed
+from roundpipe_fx.planner.with_host import find_first_fitting, find_host_budget, host_tier_of_step
 from roundpipe_fx.torch_private import offload_operators
 from tests import hugging_face
 from tests.capturing import capture_joint
@@ -50,19 +49,19 @@ def _emitter(most: int) -> tuple[Any, list[tuple[int, int]]]:
 def test_the_least_recomputation_that_fits_is_taken_with_about_as_much_on_the_host_as_it_needs() -> None:
     emit, emitted = _emitter(300)
     plans = _plans(1000, 1500, 1400, 1300, 1200, 1100)
-    found = least_recomputed(plans, emit, 10**6)
+    found = find_first_fitting(plans, emit, 10**6)
     assert (found.candidate.saved, found.peak, found.candidate.sent) == (plans[2], 1000, 1300 // 4)
     assert len(emitted) == 4  # an eighth of 1,300 bytes is too little, whatever has the time to leave
     emit, _ = _emitter(300)
     plans = _plans(1000, 1500, 1400)
-    found = least_recomputed(plans, emit, 10**6)
+    found = find_first_fitting(plans, emit, 10**6)
     assert (found.candidate.saved, found.peak) == (plans[1], 1100)
     emit, _ = _emitter(10**6)
     plans = _plans(1000, 1500, 1200)
-    assert least_recomputed(plans, emit, 250).candidate.saved is plans[1]  # the host has no room for more
+    assert find_first_fitting(plans, emit, 250).candidate.saved is plans[1]  # the host has no room for more
     plans = _plans(1000, 1500, 1200, 1400, 1100)  # the third may need more than the second
     emit, _ = _emitter(300)
-    assert least_recomputed(plans, emit, 10**6).candidate.saved is plans[1]
+    assert find_first_fitting(plans, emit, 10**6).candidate.saved is plans[1]
 
 
 @given(
@@ -84,16 +83,16 @@ def test_a_smaller_budget_has_no_higher_peak(values: list[tuple[int, int]], budg
         return SimpleNamespace(peak=max(peak - away, 0))
 
     for_budget, for_less = (
-        least_recomputed(_plans(limit, peak), emit, 10**6).peak for limit in (budget, budget - less)
+        find_first_fitting(_plans(limit, peak), emit, 10**6).peak for limit in (budget, budget - less)
     )
     assert for_less <= for_budget
 
 
 def test_room_on_the_host() -> None:
-    assert host_room(None, on_paper=True) == 128 << 30
-    assert 0 < host_room(None, on_paper=False) < psutil.virtual_memory().total
-    assert host_room(100, on_paper=True) == 100
-    assert host_room(0, on_paper=False) == 0
+    assert find_host_budget(None, on_paper=True) == 128 << 30
+    assert 0 < find_host_budget(None, on_paper=False) < psutil.virtual_memory().total
+    assert find_host_budget(100, on_paper=True) == 100
+    assert find_host_budget(0, on_paper=False) == 0
 
 
 def _planned(model: nn.Module, budget: Any, **options: Any) -> Any:
@@ -184,7 +183,7 @@ def test_attention_of_a_long_sequence_is_not_run_twice_where_the_model_is_on_the
 
 def test_values_of_an_offloaded_model_have_the_host_memory_that_its_weights_leave() -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), torch.randn(512, 64)
-    joint, setting = prepare(capture_joint(lambda: model(x).sum()), Options(), ())
+    joint, setting = run_common_passes(capture_joint(lambda: model(x).sum()), Options(), ())
     plain = Pipelining(devices=(), microbatches=2, schedule=None, checkpoint=None, host_budget=10**9)
     assert host_tier_of_step(joint, setting, plain) is None
     tier = host_tier_of_step(joint, setting, dataclasses.replace(plain, offloaded=True))

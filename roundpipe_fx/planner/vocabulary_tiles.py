@@ -24,7 +24,7 @@ _ABOUT = 0.5
 """Seconds of sums are compared with those of the logits from this share of them on."""
 
 
-def class_regions(joint: JointGraph, costs: CostModel) -> list[TileRegion]:
+def find_vocabulary_regions(joint: JointGraph, costs: CostModel) -> list[TileRegion]:
     """The regions of loss heads whose rows are classes; they do not overlap.
 
     Args:
@@ -49,7 +49,7 @@ def class_regions(joint: JointGraph, costs: CostModel) -> list[TileRegion]:
     return heads
 
 
-def operations_of(joint: JointGraph, region: TileRegion) -> frozenset[str]:
+def replaced_operations(joint: JointGraph, region: TileRegion) -> frozenset[str]:
     """Names of the operations that the loop of a region replaces.
 
     Args:
@@ -72,7 +72,7 @@ def operations_of(joint: JointGraph, region: TileRegion) -> frozenset[str]:
     return frozenset(names)
 
 
-def seconds_of(joint: JointGraph) -> float:
+def total_seconds(joint: JointGraph) -> float:
     """Modelled seconds of a graph in which only loops recompute."""
     return sum(node.meta[Mark.SECONDS] for node in joint.computed())
 
@@ -97,7 +97,7 @@ def may_be_quicker(region: TileRegion, tiles: int) -> bool:
     return tiles * 2 * sum(sums) / bandwidth >= _ABOUT * again
 
 
-def instead_of_rows(
+def replace_row_tiles(
     joint: JointGraph,
     tiles: Sequence[tuple[TileRegion, int]],
     heads: Sequence[TileRegion],
@@ -113,13 +113,13 @@ def instead_of_rows(
     """
     chosen = list(tiles)
     for head in heads:
-        names = operations_of(joint, head)
+        names = replaced_operations(joint, head)
         # Tiles of rows of the same operations: either these, or tiles of classes.
-        rows = [(region, count) for region, count in chosen if not names.isdisjoint(operations_of(joint, region))]
+        rows = [(region, count) for region, count in chosen if not names.isdisjoint(replaced_operations(joint, region))]
         if not any(may_be_quicker(region, count) for region, count in rows):
             continue
         classes = [(head, min(max(count for _, count in rows), head.most_tiles))]
         # Both are written and costed, as the estimate above only says what is worth it.
-        if seconds_of(tiled(joint, classes)) < seconds_of(tiled(joint, rows)):
+        if total_seconds(tiled(joint, classes)) < total_seconds(tiled(joint, rows)):
             chosen = [*(one for one in chosen if one not in rows), *classes]
     return chosen

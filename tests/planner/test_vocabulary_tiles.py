@@ -47,7 +47,7 @@ def is_by_class(compiled: roundpipe_fx.CompiledModule) -> bool:
 def without_classes(monkeypatch: pytest.MonkeyPatch, model: nn.Module, given: dict[str, Any]) -> int:
     """The least budget that tiles of rows reach."""
     with monkeypatch.context() as patched:
-        patched.setattr("roundpipe_fx.planner.kinds_of_regions.class_regions", lambda *_: [])
+        patched.setattr("roundpipe_fx.planner.region_classes.find_vocabulary_regions", lambda *_: [])
         return minimum(model, given)
 
 
@@ -91,7 +91,7 @@ def test_the_quicker_tiles_are_taken(count: int, width: int, words: int, monkeyp
         torch._dynamo.reset()
         with monkeypatch.context() as patched:
             if is_patched:
-                patched.setattr("roundpipe_fx.planner.kinds_of_regions.class_regions", lambda *_: [])
+                patched.setattr("roundpipe_fx.planner.region_classes.find_vocabulary_regions", lambda *_: [])
             plan = roundpipe_fx.plan(model, x, y, device="H100", memory_budget=budget)
         loops = [loop for module in plan.modules for loop in loops_of(module.module.graph)]
         is_by_class = any(result.is_logarithm for loop in loops for result in loop.results)
