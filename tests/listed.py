@@ -9,7 +9,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.remat_schedule import RematSchedule
 from roundpipe_fx.codegen import StageModule, emit_stage_modules
-from roundpipe_fx.compiler.operations_in_tiles import cut
+from roundpipe_fx.compiler.operations_in_tiles import cut_graph
 from roundpipe_fx.compiler.run_passes import run_passes
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Phase
@@ -36,7 +36,7 @@ def staged(joint: JointGraph, stages: int | str = "auto", left_out: Collection[s
     joint, setting = run_common_passes(joint, Options(passes=_without("workspaces", *left_out), stages=stages), ())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="roundpipe_fx: stages=")
-        return setting.run(cut(joint, setting), PassLevel.STAGED), setting
+        return setting.run(cut_graph(joint, setting), PassLevel.STAGED), setting
 
 
 def planned(joint: JointGraph, setting: Setting, schedule: RematSchedule, early: bool = False) -> JointGraph:

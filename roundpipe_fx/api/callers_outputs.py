@@ -108,7 +108,7 @@ class CallersOutputs:
             self._learned.see_read(self._graph, position)
             if lowered.budget is not None:
                 size = output_bytes(lowered.joint, [position])
-                self._learned.steps.tell_of_read(size, lowered.peak.bytes, lowered.budget)
+                self._learned.steps.warn_of_read(size, lowered.peak.bytes, lowered.budget)
 
         unread = lowered.joint.unread
         return UnreadOutputs(unread, see) if unread else None
@@ -121,7 +121,7 @@ class CallersOutputs:
         self._droppable -= held
         if wrong and budget is not None:
             learned.see_held(self._graph, wrong)
-            learned.steps.tell_of_held(output_bytes(joint, wrong), lowered.peak.bytes, budget)
+            learned.steps.warn_of_held(output_bytes(joint, wrong), lowered.peak.bytes, budget)
             return
         gained = output_bytes(joint, self._droppable - joint.dropped)
         # Of a share of what can be reached, both ends are less, and the plan is mostly the same.

@@ -286,15 +286,15 @@ class _OnOneDevice(_Compilation):
         self.learned.observe_tangent(self.operations_name, name)
         values = [node.meta["val"] for node in self.lowered.joint.tangents if node.name == name]
         size = sum(torch_private.size_hint(value.numel()) * value.dtype.itemsize for value in values)
-        self._tell_of_more("the gradient of an output beside the loss", size)
+        self._warn_of_uncounted("the gradient of an output beside the loss", size)
 
     def _see_workspace(self, operator: str, size: int) -> None:
         self.learned.see_workspace(operator, size)
-        self._tell_of_more(f"what {operator} allocates beside its results", size)
+        self._warn_of_uncounted(f"what {operator} allocates beside its results", size)
 
-    def _tell_of_more(self, what: str, size: int) -> None:
+    def _warn_of_uncounted(self, what: str, size: int) -> None:
         assert self.lowered.budget is not None
-        self.learned.steps.tell_of_more(what, size, self.lowered.peak.bytes, self.lowered.budget)
+        self.learned.steps.warn_of_uncounted(what, size, self.lowered.peak.bytes, self.lowered.budget)
 
     def _profile(self, lowered: Lowered) -> ProfiledStep | None:
         """Measures in a step whether compiled stages exceed the budget; ``None`` if there is none.
@@ -314,7 +314,7 @@ class _OnOneDevice(_Compilation):
             if peak + others <= budget:
                 return
             self.learned.see_workspace(COMPILED_STAGES, excess)
-            self._tell_of_more("what compiled stages hold", excess - beyond)
+            self._warn_of_uncounted("what compiled stages hold", excess - beyond)
 
         device = lowered.setting.device
         granularity = allocation_granularity(device)

@@ -58,7 +58,7 @@ def replanning(
     run = functools.partial(cut_alike, run, recompile)
     learned.calls.report()
     if learned.steps.stale and torch.is_grad_enabled():
-        plan_or_error(learned.steps.plan_together(learned.share))
+        plan_or_error(learned.steps.split_budget(learned.share))
         learned.stale = True
     if learned.stale:
         learned.renew()

@@ -19,7 +19,7 @@ def saved_nodes(joint: JointGraph) -> dict[str, fx.Node]:
     Args:
         joint: the graph, after all passes.
     """
-    return _by_name(node for node in saved_values(joint) if node.op != "placeholder")
+    return _index_by_name(node for node in saved_values(joint) if node.op != "placeholder")
 
 
 def recomputed_nodes(joint: JointGraph) -> dict[str, fx.Node]:
@@ -28,7 +28,7 @@ def recomputed_nodes(joint: JointGraph) -> dict[str, fx.Node]:
     Args:
         joint: the graph, after all passes.
     """
-    return _by_name(allocating(node for node in joint.computed() if Mark.ORIGIN in node.meta))
+    return _index_by_name(allocating(node for node in joint.computed() if Mark.ORIGIN in node.meta))
 
 
 def alternative_value(node: fx.Node) -> AlternativeValue:
@@ -46,5 +46,5 @@ def alternative_value(node: fx.Node) -> AlternativeValue:
     )
 
 
-def _by_name(nodes: Iterable[fx.Node]) -> dict[str, fx.Node]:
+def _index_by_name(nodes: Iterable[fx.Node]) -> dict[str, fx.Node]:
     return {node.meta.get(Mark.ORIGIN, node.name): node for node in nodes if is_tensor(node)}

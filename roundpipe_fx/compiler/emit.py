@@ -19,15 +19,20 @@ from roundpipe_fx.codegen import (
     emit_stage_modules,
 )
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.overlap import Unfilled, modules_to_overlap
-from roundpipe_fx.compiler.plan_cache import Recalled
+from roundpipe_fx.compiler.overlap import UnfilledFractions, modules_to_overlap
+from roundpipe_fx.compiler.plan_cache import CachedReport
 from roundpipe_fx.compiler.run_passes import run_passes
 from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.compiler.values_on_host import hidden, may_leave, wanted, wants_host
+from roundpipe_fx.compiler.values_on_host import (
+    find_offload_candidates,
+    is_host_requested,
+    place_hidden_copies,
+    place_requested_copies,
+)
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, tensor_values
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.remat.choose import Chosen
-from roundpipe_fx.remat.save_policy import SavePolicy, recompute_rest
+from roundpipe_fx.remat.save_policy import SavePolicy, recompute_unsaved
 from roundpipe_fx.torch_private import assumed_sizes, input_sizes, size_hint
 
 
@@ -47,7 +52,7 @@ def emit_by_policy(
         setting: what else there is to know.
         policy: says what is saved.
     """
-    schedule = recompute_rest(joint, policy(joint))
+    schedule = recompute_unsaved(joint, policy(joint))
     return emit(joint, setting.with_decisions(schedule=schedule, early=True), split=split, sums=sums, known=known)
 
 
@@ -55,7 +60,7 @@ def emit(
     joint: JointGraph,
     setting: Setting,
     *,
-    chosen: Chosen | Recalled | None = None,
+    chosen: Chosen | CachedReport | None = None,
     split: bool = False,
     sums: bool = False,
     known: KnownModules | None = None,
@@ -74,7 +79,7 @@ def emit(
     setting = setting.with_decisions(split=split, sums=sums)
     joint = setting.run(joint, PassLevel.PLANNED)
     operations: dict[tuple[int, Phase], list[fx.Node]] = {}
-    unfilled = Unfilled(full_of(setting))
+    unfilled = UnfilledFractions(full_of(setting))
     recompute_seconds = 0.0
     # Seconds by stage and phase; nodes with an origin are recomputations.
     for node in joint.computed():
@@ -94,14 +99,16 @@ def emit(
     tangents = joint.expected_tangents
     # Copies to the host are decided on the emitted programs, since only these have an order of calls.
     if backward is not None:
-        if setting.context.runs_programs and (setting.sent or wants_host(joint, setting.device.type)):
+        if setting.context.runs_programs and (setting.sent or is_host_requested(joint, setting.device.type)):
             granularity = allocation_granularity(setting.device)
-            values = may_leave(joint, forward, backward, tangents, device_of(joint).type, granularity)
+            values = find_offload_candidates(joint, forward, backward, tangents, device_of(joint).type, granularity)
             if setting.sent:
                 byte_seconds = 1 / setting.costs.host
-                copies = hidden(values, forward, backward, seconds, byte_seconds, setting.sent, setting.room)
+                copies = place_hidden_copies(
+                    values, forward, backward, seconds, byte_seconds, setting.sent, setting.room
+                )
             else:
-                copies = wanted(values, forward, backward)
+                copies = place_requested_copies(values, forward, backward)
             setting = setting.with_decisions(host_copies=copies)
         offloaded = {copy.value for copy in setting.context.host_copies}
         # The copy back of a value is waited for on the main stream alone.

@@ -21,7 +21,7 @@ from roundpipe_fx.ir.decisions import ValueOnHost
 
 
 @dataclass(frozen=True, kw_only=True)
-class MayLeave:
+class OffloadCandidate:
     """A value that may be on the host between forward and backward.
 
     Attributes:
@@ -40,7 +40,7 @@ class MayLeave:
 
 
 @dataclass(frozen=True)
-class _LeavingValue:
+class _HiddenOffload:
     """A value whose copy to the host is hidden.
 
     Attributes:
@@ -48,13 +48,13 @@ class _LeavingValue:
         back: number of the call of the backward that reads it first.
     """
 
-    value: MayLeave
+    value: OffloadCandidate
     freed: int
     back: int
 
 
-def hidden_copies(
-    values: Sequence[MayLeave],
+def choose_hidden_copies(
+    values: Sequence[OffloadCandidate],
     forward: Sequence[tuple[str, float]],
     backward: Sequence[tuple[str, float]],
     starts_of_stages: Sequence[int],
@@ -72,7 +72,7 @@ def hidden_copies(
         room: bytes of pinned memory that they have at most.
     """
     positions = {name: position for position, (name, _) in enumerate(backward)}
-    offloaded = _leaving(values, forward, positions, byte_seconds, enough, room)
+    offloaded = _choose_offloads(values, forward, positions, byte_seconds, enough, room)
     # Backwards in time: each copy back ends when its stage begins, or when the link is needed by a later one.
     begins = [0.0, *accumulate(seconds for _, seconds in backward)]
     link = begins[-1]
@@ -100,23 +100,23 @@ def hidden_copies(
     return copies[::-1]
 
 
-def _leaving(
-    values: Sequence[MayLeave],
+def _choose_offloads(
+    values: Sequence[OffloadCandidate],
     forward: Sequence[tuple[str, float]],
     backward: Mapping[str, int],
     byte_seconds: float,
     enough: int,
     room: int,
-) -> list[_LeavingValue]:
+) -> list[_HiddenOffload]:
     """The values whose copies to the host end before the forward does."""
     calls = {name: position for position, (name, _) in enumerate(forward)}
     ends = [*accumulate(seconds for _, seconds in forward)]
-    by_maker: dict[int, list[MayLeave]] = {}
+    by_maker: dict[int, list[OffloadCandidate]] = {}
     for value in values:
         by_maker.setdefault(calls[value.maker], []).append(value)
     # Forwards in time: `link` is when the link will be free.
     link, left, taken = 0.0, 0, 0
-    offloaded: list[_LeavingValue] = []
+    offloaded: list[_HiddenOffload] = []
     for maker, made in sorted(by_maker.items()):
         # Values of one call leave together, until enough bytes have left or the host has no room.
         group = []
@@ -137,7 +137,7 @@ def _leaving(
             last = max([maker + 1, *(calls[reader] for reader in value.readers if reader in calls)])
             back = min(backward[reader] for reader in value.readers if reader in backward)
             if max(over, last) < len(forward) and back:
-                offloaded.append(_LeavingValue(value, max(over, last), back))
+                offloaded.append(_HiddenOffload(value, max(over, last), back))
     return offloaded
 
 

@@ -17,7 +17,7 @@ from roundpipe_fx.analysis.program_events import Course, Follow, FollowedModule,
 from roundpipe_fx.analysis.simulator import allocation_granularity, footprint_of_course, peak_of_course
 from roundpipe_fx.analysis.step_of_calls import Footprint
 from roundpipe_fx.codegen import Program, StageModule
-from roundpipe_fx.compiler.plan_cache import Recalled
+from roundpipe_fx.compiler.plan_cache import CachedReport
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.collectives import starts_collective
 from roundpipe_fx.ir.decisions import PeakMoment
@@ -48,7 +48,7 @@ class Lowered:
 
     joint: JointGraph
     setting: Setting
-    chosen: Chosen | Recalled | None
+    chosen: Chosen | CachedReport | None
     modules: Mapping[tuple[int, Phase], StageModule]
     forward: Program
     backward: Program | None
@@ -116,15 +116,15 @@ class Lowered:
         """Numbers of the inputs that are parameters or buffers."""
         return frozenset(position for position, node in enumerate(self.forward.inputs) if node in self.joint.parameters)
 
-    def followed_by(self, follow: Follow) -> Lowered:
+    def judge_by(self, follow: Follow) -> Lowered:
         """The same, whose peak is that of the code that the stages' compiler writes."""
-        return dataclasses.replace(self, follow=follow if self.runs_in_order else donating_nothing(follow))
+        return dataclasses.replace(self, follow=follow if self.runs_in_order else without_donation(follow))
 
     @functools.cached_property
     def _course(self) -> Course:
         """Allocations and frees of the programs in a step of one call."""
         joint, device = self.joint, self.setting.device
-        return course_of_programs(joint, self.forward, self.backward, self.tangents, device, self.follow)
+        return follow_programs(joint, self.forward, self.backward, self.tangents, device, self.follow)
 
     @functools.cached_property
     def call_peak(self) -> PeakMoment:
@@ -145,7 +145,7 @@ class Lowered:
         return max(peaks, key=lambda peak: peak.bytes, default=exact)
 
     def _peak_after(self, history: History) -> PeakMoment:
-        return peak_of_course(self._course, CachingAllocator(), trained_inputs(self.joint), history)
+        return peak_of_course(self._course, CachingAllocator(), find_trained_inputs(self.joint), history)
 
     @functools.cached_property
     def footprint(self) -> Footprint:
@@ -155,7 +155,7 @@ class Lowered:
         return footprint_of_course(self._course, self.gradient_owners, beyond)
 
 
-def course_of_programs(
+def follow_programs(
     joint: JointGraph,
     forward: Program,
     backward: Program | None,
@@ -177,7 +177,7 @@ def course_of_programs(
     return course_of(forward, backward, tangents, granularity, released=released, outside=outside, follow=follow)
 
 
-def donating_nothing(follow: Follow) -> Follow:
+def without_donation(follow: Follow) -> Follow:
     """The same where no input of a stage is written over."""
 
     def followed(call: StageModule, storages: Sequence[Sequence[int]], dying: Collection[int]) -> FollowedModule | None:
@@ -186,6 +186,6 @@ def donating_nothing(follow: Follow) -> Follow:
     return followed
 
 
-def trained_inputs(joint: JointGraph) -> list[int]:
+def find_trained_inputs(joint: JointGraph) -> list[int]:
     """Numbers of the inputs that get gradients."""
     return sorted({owner for owner in joint.gradient_owners if owner is not None})

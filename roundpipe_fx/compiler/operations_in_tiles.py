@@ -27,7 +27,7 @@ _WORTH_SHARING = 0.001
 """Share of what the backward reads that equal values must hold."""
 
 
-def cut(joint: JointGraph, setting: Setting) -> JointGraph:
+def cut_graph(joint: JointGraph, setting: Setting) -> JointGraph:
     """Cut a graph into segments and stages."""
     for level in (PassLevel.ANNOTATED, PassLevel.SEGMENTED):
         joint = setting.run(joint, level)
@@ -42,7 +42,7 @@ def with_fewest_stages(setting: Setting) -> Setting:
     return setting.with_decisions(fewest_stages=isinstance(setting.compiler, Inductor))
 
 
-def uncut(joint: JointGraph) -> JointGraph:
+def copy_uncut(joint: JointGraph) -> JointGraph:
     """A copy of a graph that is not cut.
 
     Args:
@@ -55,17 +55,17 @@ def uncut(joint: JointGraph) -> JointGraph:
     return copy
 
 
-def summed(joint: JointGraph, setting: Setting) -> JointGraph:
+def split_means(joint: JointGraph, setting: Setting) -> JointGraph:
     """A copy of a graph, not cut, in which means are sums that are divided."""
-    return setting.run(uncut(joint), PassLevel.SUMMED)
+    return setting.run(copy_uncut(joint), PassLevel.SUMMED)
 
 
-def tiled(joint: JointGraph, tiles: Sequence[tuple[TileRegion, int]], setting: Setting) -> JointGraph:
+def tile_graph(joint: JointGraph, tiles: Sequence[tuple[TileRegion, int]], setting: Setting) -> JointGraph:
     """A copy of a graph in which regions are loops."""
     return setting.with_decisions(tiles=tiles).run(joint.copy(), PassLevel.TILED)
 
 
-def operations_of(joint: JointGraph, setting: Setting, sums: bool = False) -> OperationGraph:
+def read_graph_operations(joint: JointGraph, setting: Setting, sums: bool = False) -> OperationGraph:
     """The operations of a graph for the planner.
 
     Args:
@@ -78,18 +78,18 @@ def operations_of(joint: JointGraph, setting: Setting, sums: bool = False) -> Op
     return dataclasses.replace(operations, stages=backward_stages(joint.cuts))
 
 
-def least_bytes_of(joint: JointGraph, setting: Setting) -> LeastBytes:
+def compute_least_bytes(joint: JointGraph, setting: Setting) -> LeastBytes:
     """Bytes that a step needs under every plan.
 
     Args:
         joint: a training graph that is not cut; not changed.
         setting: what else there is to know.
     """
-    staged = setting.run(cut(joint.copy(), setting), PassLevel.STAGED)
-    return least_bytes(operations_of(staged, setting))
+    staged = setting.run(cut_graph(joint.copy(), setting), PassLevel.STAGED)
+    return least_bytes(read_graph_operations(staged, setting))
 
 
-def with_gradients(step: StepNeeds | None, joint: JointGraph) -> StepNeeds | None:
+def add_gradients_to_needs(step: StepNeeds | None, joint: JointGraph) -> StepNeeds | None:
     """Needs of a step, with the gradients of the graph that is planned: no plan changes them."""
     if step is None:
         return None

@@ -12,7 +12,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, tensor_values
 from roundpipe_fx.torch_private import size_hint
 
 
-class Unfilled:
+class UnfilledFractions:
     """The share of the modelled seconds of parts of a graph that kernels take which do not fill the device.
 
     Args:
@@ -45,7 +45,7 @@ def stages_to_overlap(joint: JointGraph, full: int) -> set[int]:
         joint: a graph with stages.
         full: elements of a result from which on a kernel fills the device.
     """
-    unfilled = Unfilled(full)
+    unfilled = UnfilledFractions(full)
     for node in joint.computed():
         unfilled.add((node.meta[Mark.STAGE], node.meta[Mark.PHASE]), node)
     stages = sorted({node.meta[Mark.STAGE] for node in joint.in_phase(Phase.BACKWARD)}, reverse=True)
@@ -56,7 +56,7 @@ def stages_to_overlap(joint: JointGraph, full: int) -> set[int]:
     }
 
 
-def modules_to_overlap(joint: JointGraph, backward: Program, unfilled: Unfilled) -> set[str]:
+def modules_to_overlap(joint: JointGraph, backward: Program, unfilled: UnfilledFractions) -> set[str]:
     """Names of the recompute modules that gain by running beside the module that is called before them."""
     recomputing = {node.meta[Mark.STAGE] for node in joint.in_phase(Phase.RECOMPUTE) if Mark.ORIGIN in node.meta}
     return {

@@ -72,7 +72,7 @@ class CachedPlan:
 
 
 @dataclass(frozen=True)
-class Recalled:
+class CachedReport:
     """A plan from the cache, as far as it is reported.
 
     Attributes:

@@ -18,7 +18,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.stage_calls import simulate_calls
 from roundpipe_fx.codegen import Program, StageModule, value_name
-from roundpipe_fx.compiler.hidden_copies import MayLeave, hidden_copies
+from roundpipe_fx.compiler.hidden_copies import OffloadCandidate, choose_hidden_copies
 from roundpipe_fx.ir.decisions import ValueOnHost
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, viewed
 from roundpipe_fx.torch_private import data_dependent_symbol, offload_operators, row_major
@@ -31,14 +31,14 @@ Seconds: TypeAlias = Mapping[tuple[int, Phase], float]
 log = logging.getLogger(__name__)
 
 
-def may_leave(
+def find_offload_candidates(
     joint: JointGraph,
     forward: Program,
     backward: Program,
     tangents: Collection[fx.Node],
     device: str,
     granularity: int,
-) -> list[MayLeave]:
+) -> list[OffloadCandidate]:
     """The values that may be on the host between forward and backward.
 
     Args:
@@ -62,27 +62,29 @@ def may_leave(
         if module is None or value.result is None or value.lasts:
             continue
         node = module.outputs[value.result]
-        if may_be_on_host(node, device) and _comes_back_alike(node.meta["val"]):
+        if may_be_on_host(node, device) and _keeps_strides(node.meta["val"]):
             values.append(
-                MayLeave(
+                OffloadCandidate(
                     value=node.name,
                     name=value_name(joint, node),
                     bytes=value.bytes,
                     maker=value.maker,
                     readers=value.readers,
-                    wanted=is_wanted_on_host(node),
+                    wanted=is_requested_on_host(node),
                 )
             )
     return values
 
 
-def wanted(values: Sequence[MayLeave], forward: Program, backward: Program) -> list[ValueOnHost]:
+def place_requested_copies(
+    values: Sequence[OffloadCandidate], forward: Program, backward: Program
+) -> list[ValueOnHost]:
     """Values that the user wants on the host, and when they are copied."""
-    return [copy for value in values if value.wanted for copy in _copies(value, forward.calls, backward.calls)]
+    return [copy for value in values if value.wanted for copy in _place_copies(value, forward.calls, backward.calls)]
 
 
-def hidden(
-    values: Sequence[MayLeave],
+def place_hidden_copies(
+    values: Sequence[OffloadCandidate],
     forward: Program,
     backward: Program,
     seconds: Seconds,
@@ -104,10 +106,12 @@ def hidden(
 
     starts = [_first_of_stage(backward.calls, position) for position in range(len(backward.calls))]
     values = [value for value in values if value.bytes >= _SMALLEST]
-    return hidden_copies(values, timed(forward), timed(backward), starts, byte_seconds, enough, room)
+    return choose_hidden_copies(values, timed(forward), timed(backward), starts, byte_seconds, enough, room)
 
 
-def _copies(value: MayLeave, forward: Sequence[StageModule], backward: Sequence[StageModule]) -> list[ValueOnHost]:
+def _place_copies(
+    value: OffloadCandidate, forward: Sequence[StageModule], backward: Sequence[StageModule]
+) -> list[ValueOnHost]:
     """The copy of a value that the user wants on the host; none if nothing would run while it is there."""
     there = {call.name: position for position, call in enumerate(forward)}
     back = {call.name: position for position, call in enumerate(backward)}
@@ -141,7 +145,7 @@ def _first_of_stage(calls: Sequence[StageModule], position: int) -> int:
     return position
 
 
-def wants_host(joint: JointGraph, device: str) -> bool:
+def is_host_requested(joint: JointGraph, device: str) -> bool:
     """Return whether the user wants some value on the host, and the device is not the host.
 
     Args:
@@ -150,7 +154,7 @@ def wants_host(joint: JointGraph, device: str) -> bool:
     return device != "cpu" and any(Mark.ON_HOST in node.meta for node in joint.graph.nodes)
 
 
-def _comes_back_alike(value: torch.Tensor) -> bool:
+def _keeps_strides(value: torch.Tensor) -> bool:
     """Test for a value whose strides a copy by PyTorch's operators has: those of a symbolic size are not given to them.
 
     Nor may it be empty: the operators know a copy by its address.
@@ -180,13 +184,13 @@ def may_be_on_host(node: fx.Node, device: str) -> bool:
         return False
     if value.dim() == 0:
         return False
-    if any(Mark.MUST_SAVE in source.meta for source in (node, _computed(node))) and not is_wanted_on_host(node):
+    if any(Mark.MUST_SAVE in source.meta for source in (node, _computed(node))) and not is_requested_on_host(node):
         return False
     sized = all(data_dependent_symbol(size) is None for size in (*value.shape, *value.stride()))
     return sized and not value.dtype.is_complex and not value.is_neg()
 
 
-def is_wanted_on_host(node: fx.Node) -> bool:
+def is_requested_on_host(node: fx.Node) -> bool:
     """Return whether the user wants a value on the host, what it is a view of, or the operation that computes it."""
     base = viewed(node)
     return Mark.ON_HOST in base.meta or Mark.ON_HOST in _computed(base).meta

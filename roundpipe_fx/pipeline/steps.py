@@ -19,7 +19,7 @@ from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes
 from roundpipe_fx.analysis.stage_calls import HeldBytes, simulate_calls
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.values_on_host import is_wanted_on_host, may_be_on_host
+from roundpipe_fx.compiler.values_on_host import is_requested_on_host, may_be_on_host
 from roundpipe_fx.ir.bodies import draws
 from roundpipe_fx.ir.decisions import GatheredStage
 from roundpipe_fx.ir.joint_graph import Phase, is_tensor, storages, tensor_values, viewed
@@ -141,7 +141,9 @@ def step_costs(
         sent_bytes=sent_bytes,
         held=_make_held(held, steps, step_of, kind),
         wanted_on_host=frozenset(
-            number for number, node in enumerate(steps.maker) if may_be_on_host(node, kind) and is_wanted_on_host(node)
+            number
+            for number, node in enumerate(steps.maker)
+            if may_be_on_host(node, kind) and is_requested_on_host(node)
         ),
         peak_bytes={step: call.peak for step, call in of_step.items()},
         first_peak_bytes=first_peaks,
@@ -182,7 +184,7 @@ def _make_held(
         maker, readers = step_of[value.maker], tuple(step_of[name] for name in value.readers)
         node = None if value.result is None else steps.modules[maker].outputs[value.result]
         may_leave = node is not None and not value.lasts and may_be_on_host(node, kind)
-        wanted = may_leave and node is not None and is_wanted_on_host(node)
+        wanted = may_leave and node is not None and is_requested_on_host(node)
         number = numbers[node] if node is not None else -1
         alike.setdefault((maker, readers, value.lasts, may_leave, wanted), []).append((number, value.bytes))
     return tuple(

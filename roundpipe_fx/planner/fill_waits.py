@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from roundpipe_fx.planner.evaluation import ScheduleEvaluation
 from roundpipe_fx.remat.chain_search import SimulatedSchedule
 from roundpipe_fx.remat.choose import Chosen
-from roundpipe_fx.remat.early import EarlyChoices, early_at, early_choices
+from roundpipe_fx.remat.early import EarlyChoices, find_early_choices, move_early
 from roundpipe_fx.schedules import ActionKind, StageGraph, StepCosts
 
 _LONGER = 1e-9
@@ -47,7 +47,7 @@ def fill_waits(
     promising = []
     for start in fitting:
         if isinstance(start.candidate.saved, Chosen):
-            choices = early_choices(start.candidate.saved.graph, start.candidate.saved.candidate.schedule, split)
+            choices = find_early_choices(start.candidate.saved.graph, start.candidate.saved.candidate.schedule, split)
             promising.append((_makespan_if_early(start, choices, microbatches), start, choices))
     # A plan that recomputes more can win if its recomputation fits into waits. Few candidates, most promising first.
     for shortest, hopeful, choices in sorted(promising, key=lambda item: (item[0], item[1].peak))[:_MOST_FILLED]:
@@ -69,7 +69,7 @@ def _fill(
     level = {stage: len(of_stage) - 1 for stage, of_stage in choices.items()}
     orders = start.timing.schedule.orders
     while any(level.values()):
-        filled = attempt(dataclasses.replace(candidate, schedule=early_at(candidate.schedule, choices, level)))
+        filled = attempt(dataclasses.replace(candidate, schedule=move_early(candidate.schedule, choices, level)))
         full = [order for order, peak in zip(orders, filled.peaks, strict=True) if peak > limit]
         # Only stages on devices over the limit give up part of what is early; each round halves it.
         over = {stage for order in full for stage in order[:, 1].tolist() if level.get(stage)}

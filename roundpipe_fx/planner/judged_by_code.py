@@ -26,7 +26,7 @@ import torch
 
 from roundpipe_fx.budget import Found, Infeasible, first_found, limit_of
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations_in_tiles import cut, uncut, with_fewest_stages
+from roundpipe_fx.compiler.operations_in_tiles import copy_uncut, cut_graph, with_fewest_stages
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Inductor
@@ -34,7 +34,7 @@ from roundpipe_fx.planner.evaluation import Candidate, Evaluation
 from roundpipe_fx.planner.program_within_budget import PROGRAMS, CutProgram
 from roundpipe_fx.planner.search import search
 from roundpipe_fx.planner.with_host import has_host
-from roundpipe_fx.remat.choose import Chosen, Unmet, choices, refusal, unmet_by
+from roundpipe_fx.remat.choose import Chosen, Unmet, find_bottleneck, list_choices, write_refusal
 from roundpipe_fx.runtime.compiled_memory import follow_compiled
 
 _JUDGED = 3
@@ -56,7 +56,7 @@ def judge_by_code(lowered: Lowered) -> Lowered:
     """The same programs, whose peak is that of their stages' code."""
     compiler = lowered.setting.compiler
     options = compiler.options if isinstance(compiler, Inductor) else ()
-    return lowered.followed_by(functools.partial(follow_compiled, beyond=lowered.setting.beyond_plan, options=options))
+    return lowered.judge_by(functools.partial(follow_compiled, beyond=lowered.setting.beyond_plan, options=options))
 
 
 def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Found[Evaluation[Lowered]] | Unmet:
@@ -67,9 +67,9 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
         budget: bytes, or a share of the way from the peak of the planner's last schedule to that of its first.
         setting: what else there is to know.
     """
-    original = uncut(joint)
-    graph = CutProgram.of(cut(joint, setting), setting)
-    plans = choices(graph.operations, budget, 1.0, graph.whole)
+    original = copy_uncut(joint)
+    graph = CutProgram.of(cut_graph(joint, setting), setting)
+    plans = list_choices(graph.operations, budget, 1.0, graph.whole)
     last = len(plans) - 1
 
     @functools.cache
@@ -257,6 +257,6 @@ def _as_budget_in_bytes(evaluation: Evaluation[Lowered], limit: int) -> Evaluati
 
 
 def _make_refusal(chosen: Chosen, minimum: int, budget: int | float) -> Unmet:
-    unmet = unmet_by(chosen, minimum)
-    text = refusal(chosen, minimum, budget)
+    unmet = find_bottleneck(chosen, minimum)
+    text = write_refusal(chosen, minimum, budget)
     return dataclasses.replace(unmet, bottleneck=dataclasses.replace(unmet.bottleneck, text=text))

@@ -11,9 +11,9 @@ from roundpipe_fx.planner.evaluation import ScheduleEvaluation
 from roundpipe_fx.planner.segments_on_host import segments_on_host
 from roundpipe_fx.remat.chain import Decision, SegmentChain
 from roundpipe_fx.remat.in_flight import SegmentRun
-from roundpipe_fx.remat.options_on_host import SegmentOnHost, any_fits, decisions_at_price
+from roundpipe_fx.remat.options_on_host import SegmentOnHost, decisions_at_price, has_fitting_options
 from roundpipe_fx.remat.schedule import RematChoice
-from roundpipe_fx.remat.segment_chain import SaveOption, remat_choice_of
+from roundpipe_fx.remat.segment_chain import SaveOption, make_remat_choice
 
 
 class LinkPrices:
@@ -44,7 +44,7 @@ class LinkPrices:
 
     def can_fit(self, limit: int) -> bool:
         """Return whether the chain knows a way to stay within so many bytes of a device."""
-        return all(any_fits(*self._part(run), limit) for run in self._runs)
+        return all(has_fitting_options(*self._part(run), limit) for run in self._runs)
 
     def choose_at_price(self, price: float, limit: int) -> RematChoice:
         """Choose what is saved at a price, within a limit or as near to it as possible.
@@ -57,7 +57,7 @@ class LinkPrices:
         for run in self._runs:
             decisions_of_run = decisions_at_price(*self._part(run), limit, price * self._byte_seconds)
             decisions += [_shift_decision(decision, run.first) for decision in decisions_of_run]
-        return remat_choice_of(self._graph, self._save_options, decisions)
+        return make_remat_choice(self._graph, self._save_options, decisions)
 
     def _part(self, run: SegmentRun) -> tuple[SegmentChain, Sequence[SegmentOnHost]]:
         return self._chain.part(run.first, run.end, alone=True), self._segments[run.first : run.end]

@@ -19,12 +19,12 @@ from roundpipe_fx.budget import Found, Infeasible, Result, default_budget
 from roundpipe_fx.compiler.cached_marks import FIRST_MARKING_PASS, mark_as_cached, marks_as_data, remove_marks
 from roundpipe_fx.compiler.emit import device_of, emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations_in_tiles import cut, operations_of, with_fewest_stages
-from roundpipe_fx.compiler.plan_cache import CachedPlan, PlanFile, Recalled, plan_file
+from roundpipe_fx.compiler.operations_in_tiles import cut_graph, read_graph_operations, with_fewest_stages
+from roundpipe_fx.compiler.plan_cache import CachedPlan, CachedReport, PlanFile, plan_file
 from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes
 from roundpipe_fx.compiler.schedule_data import schedule_as_data, schedule_from_data
 from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.compiler.values_on_host import wants_host
+from roundpipe_fx.compiler.values_on_host import is_host_requested
 from roundpipe_fx.ir.alternative_plans import PlansInTiles
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.options import Options
@@ -125,7 +125,7 @@ def lower(
     else:
         if options.recompute != "full":
             setting = with_fewest_stages(setting)
-        joint = setting.run(cut(joint, setting), PassLevel.STAGED)
+        joint = setting.run(cut_graph(joint, setting), PassLevel.STAGED)
         lowered = (
             emit_by_policy(joint, setting, SAVE_POLICIES[options.recompute or "none"])
             if training
@@ -150,7 +150,7 @@ def _leave_out_unread(joint: JointGraph, setting: Setting, names: list[str]) -> 
 def _search_programs(joint: JointGraph, budget: int | float, setting: Setting) -> Result[Lowered]:
     """The programs of the quickest plan, or what the user is told."""
     setting = _with_lazy_tiled_frontier(joint, setting)
-    if can_read_code(setting) and not wants_host(joint, setting.device.type):
+    if can_read_code(setting) and not is_host_requested(joint, setting.device.type):
         result = search_by_code(joint, budget, setting)
     else:
         result = search(joint, budget, setting, PROGRAMS)
@@ -331,9 +331,9 @@ def _emit_cached(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Low
 
     @functools.cache
     def operations() -> OperationGraph:
-        return operations_of(setting.run(joint, PassLevel.STAGED), setting)
+        return read_graph_operations(setting.run(joint, PassLevel.STAGED), setting)
 
-    recalled = Recalled(cached.limit, cached.frontier, operations)
+    recalled = CachedReport(cached.limit, cached.frontier, operations)
     room = min(
         cached.room, find_host_budget(setting.options.host_budget, on_paper=setting.options.device_name is not None)
     )

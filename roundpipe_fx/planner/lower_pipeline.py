@@ -31,7 +31,7 @@ from typing import Any
 from roundpipe_fx.analysis.cost import MeasuredCosts
 from roundpipe_fx.budget import Found, Infeasible, Result, first_found
 from roundpipe_fx.compiler.emit import emit, emit_by_policy
-from roundpipe_fx.compiler.operations_in_tiles import least_bytes_of
+from roundpipe_fx.compiler.operations_in_tiles import compute_least_bytes
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.collectives import refuse_distributed, refuse_other_groups
 from roundpipe_fx.ir.joint_graph import JointGraph
@@ -120,7 +120,7 @@ def lower_pipeline(
         graph: JointGraph, setting: Setting, budget: int | float | None, limit: int | None
     ) -> Found[ScheduleEvaluation] | Unmet:
         # Before a search: one operation that needs more than the limit refutes every plan.
-        least = None if limit is None else least_bytes_of(graph, setting)
+        least = None if limit is None else compute_least_bytes(graph, setting)
         if least is not None and limit is not None and least.bytes > limit:
             return Infeasible(minimum=least.bytes, bottleneck=Bottleneck(operation=least.operation, live=least.live))
         return _lower_for_schedules(graph.copy(), specs, setting, ways, budget)

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 
 from roundpipe_fx.budget import Found, Infeasible, bytes_text, limit_of
-from roundpipe_fx.compiler.lowered import donating_nothing
+from roundpipe_fx.compiler.lowered import without_donation
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, make_variant
 from roundpipe_fx.planner.evaluation import ScheduleEvaluation, find_quickest, with_timing
 from roundpipe_fx.planner.judged_by_code import judge_by_code
@@ -121,5 +121,5 @@ def _find_least(search: _Search, share: float) -> Found[ScheduleEvaluation] | Un
 def _judge_variant(variant: Variant, pipeline: LoweredPipeline) -> Variant:
     lowered = judge_by_code(variant.lowered)
     assert lowered.follow is not None
-    lowered = dataclasses.replace(lowered, follow=donating_nothing(lowered.follow))
+    lowered = dataclasses.replace(lowered, follow=without_donation(lowered.follow))
     return make_variant(lowered, lowered.setting, pipeline.pipelining)

@@ -15,15 +15,15 @@ from roundpipe_fx.budget import Found, Infeasible, Result, first_found
 from roundpipe_fx.compiler.emit import emit, full_of
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.operations_in_tiles import (
-    cut,
-    operations_of,
-    uncut,
-    with_gradients,
+    add_gradients_to_needs,
+    copy_uncut,
+    cut_graph,
+    read_graph_operations,
     without_common_subexpressions,
 )
 from roundpipe_fx.compiler.overlap import stages_to_overlap
 from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.compiler.values_on_host import wants_host
+from roundpipe_fx.compiler.values_on_host import is_host_requested
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Inductor
 from roundpipe_fx.passes.entry import PassLevel
@@ -37,8 +37,8 @@ from roundpipe_fx.planner.with_host import (
     plan_with_host,
 )
 from roundpipe_fx.remat.chain_search import SimulatedSchedule
-from roundpipe_fx.remat.choose import Bottleneck, Chosen, Unmet, choices, choose, unmet_by
-from roundpipe_fx.remat.early import early_within
+from roundpipe_fx.remat.choose import Bottleneck, Chosen, Unmet, choose, find_bottleneck, list_choices
+from roundpipe_fx.remat.early import move_early_within_peak
 from roundpipe_fx.remat.follow_sequence import fit_sequence
 from roundpipe_fx.remat.least_bytes import least_bytes
 from roundpipe_fx.remat.options_on_host import HostTier
@@ -68,11 +68,11 @@ class CutProgram:
     @classmethod
     def of(cls, joint: JointGraph, setting: Setting) -> CutProgram:
         """That of a graph with segments."""
-        step = with_gradients(setting.step, joint)
+        step = add_gradients_to_needs(setting.step, joint)
         shared = without_common_subexpressions(joint, setting) if setting.options.rotor is None else None
         joint = setting.run(joint, PassLevel.STAGED)
-        operations = dataclasses.replace(operations_of(joint, setting), step=step)
-        whole = None if shared is None else dataclasses.replace(operations_of(shared, setting), step=step)
+        operations = dataclasses.replace(read_graph_operations(joint, setting), step=step)
+        whole = None if shared is None else dataclasses.replace(read_graph_operations(shared, setting), step=step)
         return cls(joint=joint, shared=shared, operations=operations, whole=whole, setting=setting)
 
     @functools.cached_property
@@ -90,7 +90,7 @@ class CutProgram:
         assert isinstance(chosen, Chosen) and not isinstance(candidate.sent, OffloadRule)
         followed, schedule = chosen.followed, chosen.candidate.schedule
         # What is recomputed early would wait for copies from the host.
-        early = schedule if candidate.sent else early_within(followed, schedule, self.overlapped)
+        early = schedule if candidate.sent else move_early_within_peak(followed, schedule, self.overlapped)
         setting = dataclasses.replace(self.setting, sent=candidate.sent or 0)
         for tried in (schedule,) if early is schedule else (early, schedule):
             copy = (self.joint if followed is not self.whole or self.shared is None else self.shared).copy()
@@ -119,17 +119,17 @@ def _plan_within(
         limit: where one operation alone needs more bytes, no plan is searched for; ``None``: one always is.
     """
     runs = setting.context.runs_programs
-    wanted = runs and wants_host(joint, setting.device.type)
+    wanted = runs and is_host_requested(joint, setting.device.type)
     tier = make_host_tier(joint, setting)
-    on_host = uncut(joint) if tier is not None else None
-    graph = CutProgram.of(cut(joint, setting), setting)
+    on_host = copy_uncut(joint) if tier is not None else None
+    graph = CutProgram.of(cut_graph(joint, setting), setting)
     operations = graph.operations
     if limit is not None and not wanted:
         least = least_bytes(operations)
         if least.bytes > limit:
             return Infeasible(minimum=least.bytes, bottleneck=Bottleneck(operation=least.operation, live=least.live))
     if wanted and isinstance(budget, int):
-        plans = _sample_plans(choices(operations, budget, setting.share, graph.whole), _EMITTED)
+        plans = _sample_plans(list_choices(operations, budget, setting.share, graph.whole), _EMITTED)
         return first_found(_judge_by_limit(graph.evaluate(Candidate(chosen))) for chosen in plans)
     coarse = _plan_without_host(graph, budget)
     if isinstance(setting.compiler, Inductor) and runs and budget != 0.0:
@@ -196,7 +196,7 @@ def _list_less_recomputed(graph: CutProgram, coarse: Found[Evaluation[Lowered]] 
         coarse: the plan, or what it needs at the least.
     """
     chosen = _chosen_schedule(coarse)
-    plans = choices(graph.operations, chosen.limit, 1.0, graph.whole)
+    plans = list_choices(graph.operations, chosen.limit, 1.0, graph.whole)
     if isinstance(coarse, Infeasible):
         return plans
     return [plan for plan in plans if plan.candidate.seconds < chosen.candidate.seconds]
@@ -225,7 +225,7 @@ def _improve_by_offloading(
     if graph.setting.options.stages == "auto":
         # Copies begin and end between stages, and a heavy one, as a loss head, would have all others be as heavy.
         fine = graph.setting.with_decisions(stage_starts=choose_stage_starts(len(graph.joint.segments)))
-        graph = CutProgram.of(cut(joint, fine), fine)
+        graph = CutProgram.of(cut_graph(joint, fine), fine)
     graph = dataclasses.replace(graph, setting=dataclasses.replace(graph.setting, room=tier.room))
     chosen = _chosen_schedule(coarse)
     chosen = dataclasses.replace(chosen, graph=graph.operations, followed=graph.operations)
@@ -250,7 +250,7 @@ def plan_by_rotor(joint: JointGraph, setting: Setting) -> Result[Lowered]:
         joint: an annotated graph, which is not cut.
         setting: what else there is to know.
     """
-    rotor, graph = setting.options.rotor, CutProgram.of(cut(joint, setting), setting)
+    rotor, graph = setting.options.rotor, CutProgram.of(cut_graph(joint, setting), setting)
     assert rotor is not None
     limit, margin, operations = int(rotor.limit * setting.share), 0, graph.operations
     while True:
@@ -272,7 +272,7 @@ def _judge_by_limit(evaluation: Evaluation[Lowered]) -> Found[Evaluation[Lowered
     """Judge a plan by the programs that were emitted for it."""
     chosen = evaluation.candidate.saved
     assert isinstance(chosen, Chosen)
-    return Found(evaluation) if evaluation.peak <= chosen.limit else unmet_by(chosen, evaluation.peak)
+    return Found(evaluation) if evaluation.peak <= chosen.limit else find_bottleneck(chosen, evaluation.peak)
 
 
 PROGRAMS: Space[Evaluation[Lowered]] = Space(planned=_plan_within, tier=make_host_tier)

@@ -16,7 +16,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, elements
 from roundpipe_fx.budget import Found
-from roundpipe_fx.compiler.operations_in_tiles import summed, tiled
+from roundpipe_fx.compiler.operations_in_tiles import split_means, tile_graph
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.tile_loop import TileLoop
@@ -69,7 +69,7 @@ class RegionClasses(Generic[E]):
 
     @functools.cached_property
     def _graph(self) -> JointGraph:
-        return summed(self._joint, self.setting)
+        return split_means(self._joint, self.setting)
 
     @functools.cached_property
     def _regions(self) -> TileRegions:
@@ -136,12 +136,12 @@ class RegionClasses(Generic[E]):
         graph = self._compared_in.pop(tiling_key(tiles), None) if tiles else self._joint
         self._compared_in.clear()
         if graph is None:
-            graph = tiled(self._graph, tiles, self.setting)
+            graph = tile_graph(self._graph, tiles, self.setting)
         return self.space.planned(graph, self.setting, budget, limit)
 
     def _tile_for_comparison(self, joint: JointGraph, tiles: Tiles) -> JointGraph:
         """Tile a graph to compare its seconds, and keep it: the next plan may be for it."""
-        self._compared_in[tiling_key(tiles)] = graph = tiled(joint, tiles, self.setting)
+        self._compared_in[tiling_key(tiles)] = graph = tile_graph(joint, tiles, self.setting)
         return graph
 
     def tilings_by_segment(self, limit: int, tiles: Tiles) -> Iterable[tuple[float, Tiles]]:

@@ -27,7 +27,7 @@ from roundpipe_fx.budget import Found, Infeasible, bytes_text, limit_of, share_h
 from roundpipe_fx.codegen import KnownModules
 from roundpipe_fx.compiler.emit import emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.operations_in_tiles import operations_of
+from roundpipe_fx.compiler.operations_in_tiles import read_graph_operations
 from roundpipe_fx.pipeline.host_memory import host_budget_of, host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, gaps, make_variant
 from roundpipe_fx.pipeline.settings import Pipelining, Structure
@@ -39,9 +39,15 @@ from roundpipe_fx.planner.link_prices import LinkPrices
 from roundpipe_fx.planner.offload_values import may_offload_unasked, offload_to_fit, search_link_prices
 from roundpipe_fx.planner.runs import find_runs
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.chain_search import ParetoPoint, SimulatedSchedule, everything_kept, most_kept, work_out
+from roundpipe_fx.remat.chain_search import (
+    ParetoPoint,
+    SimulatedSchedule,
+    make_schedule_of_choice,
+    save_everything,
+    save_most,
+)
 from roundpipe_fx.remat.choose import Bottleneck, Chosen, Unmet
-from roundpipe_fx.remat.in_flight import SegmentRun, as_one_choice, points_of_run
+from roundpipe_fx.remat.in_flight import SegmentRun, find_points_of_run, merge_choices
 from roundpipe_fx.remat.save_policy import SavePolicy
 from roundpipe_fx.remat.schedule import RematChoice, remat_schedule
 from roundpipe_fx.remat.segment_chain import chain_of
@@ -73,7 +79,7 @@ def plan_schedule(
     # The plan that saves everything is the start: it says which microbatches are in flight, and whether there is
     # anything to do.
     chain, save_options = chain_of(blocks)
-    most = most_kept(blocks, save_options) if blocks.graph.regions else everything_kept(blocks)
+    most = save_most(blocks, save_options) if blocks.graph.regions else save_everything(blocks)
     first = attempts.evaluate_choice(most.schedule.choice)
     allowed = budget if isinstance(budget, int) else None
     if allowed is not None and pipelining.budget_has_weights:
@@ -103,7 +109,9 @@ def plan_schedule(
     if fewer_weights and prices is not None and not prices.can_fit(limit):
         return refuse_budget(limit, first.peak, cut.structure, pipelining)
     # Save less: at levels of devices, or only what enters stages. Send to the host: of each such plan, if it may leave.
-    levels = _Levels(attempts, first, runs, [points_of_run(blocks.graph, chain, save_options, run) for run in runs])
+    levels = _Levels(
+        attempts, first, runs, [find_points_of_run(blocks.graph, chain, save_options, run) for run in runs]
+    )
     others = [] if blocks.graph.regions else [attempts.evaluate(Candidate(stage_inputs))]
 
     def sent_within(bytes_there: int) -> list[ScheduleEvaluation]:
@@ -238,7 +246,7 @@ class _Attempts:
     ) -> None:
         # Gradients that go to the host after each residency window are no part of what is allocated in any case.
         sums = pipelining.microbatches > 1 or pipelining.offloaded
-        self.blocks = Blocks(operations_of(cut.joint, cut.setting, sums=sums))
+        self.blocks = Blocks(read_graph_operations(cut.joint, cut.setting, sums=sums))
         self.devices = pipelining.workers
         self._cut = cut
         self._pipelining = pipelining
@@ -256,7 +264,7 @@ class _Attempts:
         """Evaluate saving what a choice says. Levels that differ often make the same choice."""
         known = [evaluation for other, evaluation in self._by_choice if other == choice]
         if not known:
-            known = [self.evaluate_schedule(work_out(self.blocks, choice))]
+            known = [self.evaluate_schedule(make_schedule_of_choice(self.blocks, choice))]
             self._by_choice.append((choice, known[0]))
         return known[0]
 
@@ -358,7 +366,7 @@ class _Levels:
             level = max(levels[device] for device in run.devices)
             point = round((level - 1) * (len(points) - 1) / max(self.last - 1, 1)) if level else 0
             choices.append(points[point].choice())
-        return as_one_choice(choices)
+        return merge_choices(choices)
 
 
 def refuse_budget(allowed: int, minimum: int, structure: Structure, pipelining: Pipelining) -> Unmet:

@@ -16,7 +16,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.analysis.operations import OperationGraph
-from roundpipe_fx.compiler.operations_in_tiles import operations_of
+from roundpipe_fx.compiler.operations_in_tiles import read_graph_operations
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
 from roundpipe_fx.passes.entry import PassLevel
@@ -80,7 +80,7 @@ def segment_costs(joint: JointGraph, setting: Setting) -> SegmentCosts:
     for level in (PassLevel.ANNOTATED, PassLevel.SEGMENTED, PassLevel.STAGED):
         joint = setting.run(joint, level)
     segments = joint.segments
-    graph = operations_of(joint, setting, sums=True)
+    graph = read_graph_operations(joint, setting, sums=True)
     forward_reads, backward_reads, saved = _read_operations(graph, len(segments))
     forward_peak, backward_peak = [0] * len(segments), [0] * len(segments)
     # The least that a stage needs while it runs: whatever is saved, each operation has its operands and results.

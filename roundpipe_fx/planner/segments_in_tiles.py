@@ -12,13 +12,13 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from roundpipe_fx.analysis.tiling import TileRegion
-from roundpipe_fx.compiler.operations_in_tiles import cut, operations_of, tiled
+from roundpipe_fx.compiler.operations_in_tiles import cut_graph, read_graph_operations, tile_graph
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.options_in_tiles import ChainInTiles, join, tiled_segments
+from roundpipe_fx.remat.options_in_tiles import ChainInTiles, join_chains, solve_joined
 from roundpipe_fx.remat.options_on_host import HostTier
 from roundpipe_fx.remat.segment_chain import chain_of
 
@@ -65,10 +65,10 @@ def tilings_by_segment(
     if not regions:
         return
     tried = _enumerate_tile_counts(regions, limit)
-    segments = _merge_split_regions(cut(joint.copy(), setting), regions)
-    joined = join([_chain_in_tiles(joint, regions, numbers, segments, setting) for numbers in tried])
+    segments = _merge_split_regions(cut_graph(joint.copy(), setting), regions)
+    joined = join_chains([_chain_in_tiles(joint, regions, numbers, segments, setting) for numbers in tried])
     of_region = [segments.by_name[region.widest.name] for region in regions]
-    for seconds, copies in tiled_segments(joined, limit, tier):
+    for seconds, copies in solve_joined(joined, limit, tier):
         numbers = [tried[copies[segment]][position] for position, segment in enumerate(of_region)]
         yield seconds, [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
 
@@ -104,10 +104,10 @@ def _chain_in_tiles(
 ) -> ChainInTiles:
     """The segments of a copy with regions in so many tiles."""
     tiles = [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
-    copy = tiled(joint, tiles, setting) if tiles else joint.copy()
+    copy = tile_graph(joint, tiles, setting) if tiles else joint.copy()
     tiled_setting = setting.with_decisions(segment_starts=_find_starts(copy, segments), stage_starts=(0,))
-    staged = tiled_setting.run(cut(copy, tiled_setting), PassLevel.STAGED)
-    chain, _ = chain_of(Blocks(operations_of(staged, setting)))
+    staged = tiled_setting.run(cut_graph(copy, tiled_setting), PassLevel.STAGED)
+    chain, _ = chain_of(Blocks(read_graph_operations(staged, setting)))
     return ChainInTiles(chain, tuple(segment.seconds for segment in staged.segments))
 
 

@@ -28,7 +28,7 @@ from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.planner.evaluation import E, Space
 from roundpipe_fx.planner.region_classes import RegionClass, RegionClasses, Tiles
-from roundpipe_fx.remat.choose import Unmet, refusal
+from roundpipe_fx.remat.choose import Unmet, write_refusal
 
 _GAIN = 0.999
 """More tiles are kept if they lower the peak at least to this fraction."""
@@ -60,7 +60,7 @@ def tile_more(classes: RegionClasses[E], budget: int | float) -> Found[tuple[Til
         result = _tile_heaviest_first(classes, math.ceil(unmet.minimum / setting.share))
     asked, chosen = first.bottleneck.chosen, unmet.bottleneck.chosen
     assert asked is not None and chosen is not None
-    text = refusal(dataclasses.replace(chosen, limit=asked.limit), unmet.minimum, budget)
+    text = write_refusal(dataclasses.replace(chosen, limit=asked.limit), unmet.minimum, budget)
     return dataclasses.replace(unmet, bottleneck=dataclasses.replace(unmet.bottleneck, text=text))
 
 

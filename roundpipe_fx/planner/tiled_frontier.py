@@ -10,7 +10,14 @@ import dataclasses
 import math
 
 from roundpipe_fx.analysis.tiling import TileRegions
-from roundpipe_fx.compiler.operations_in_tiles import cut, operations_of, summed, tiled, uncut, with_gradients
+from roundpipe_fx.compiler.operations_in_tiles import (
+    add_gradients_to_needs,
+    copy_uncut,
+    cut_graph,
+    read_graph_operations,
+    split_means,
+    tile_graph,
+)
 from roundpipe_fx.compiler.planned_values import planned_tiles
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.console.progress import working
@@ -22,9 +29,9 @@ from roundpipe_fx.planner.evaluation import Space
 from roundpipe_fx.planner.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.planner.tile_more import lower_peak_by_tiles
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.chain_search import refine, search, spread
-from roundpipe_fx.remat.choose import Chosen, Unmet, unmet_by
-from roundpipe_fx.remat.frontier_plans import Noted
+from roundpipe_fx.remat.chain_search import refine, sample_evenly, search
+from roundpipe_fx.remat.choose import Chosen, Unmet, find_bottleneck
+from roundpipe_fx.remat.frontier_plans import PlanRecorder
 from roundpipe_fx.remat.multi_call_step import search_for_step
 
 _TILINGS = 8
@@ -38,7 +45,7 @@ def make_tiled_frontier(joint: JointGraph, setting: Setting) -> PlansInTiles:
         joint: an annotated graph, cut or not; not changed.
         setting: what else there is to know.
     """
-    noted = Noted()
+    noted = PlanRecorder()
     whole: list[float] = []
     least: list[int] = []
     anywhere = setting.options.tiling == "auto"
@@ -46,9 +53,9 @@ def make_tiled_frontier(joint: JointGraph, setting: Setting) -> PlansInTiles:
 
     def planned(graph: JointGraph, setting: Setting, budget: int | float = 0, limit: int | None = None) -> Unmet:
         nonlocal lowest
-        staged = setting.run(cut(uncut(graph), setting), PassLevel.STAGED)
-        operations = operations_of(staged, setting)
-        operations = dataclasses.replace(operations, step=with_gradients(setting.step, staged))
+        staged = setting.run(cut_graph(copy_uncut(graph), setting), PassLevel.STAGED)
+        operations = read_graph_operations(staged, setting)
+        operations = dataclasses.replace(operations, step=add_gradients_to_needs(setting.step, staged))
         blocks = Blocks(operations)
         result = search(blocks) if operations.step is None else search_for_step(blocks)
         candidates = refine(blocks, result, 0)
@@ -62,13 +69,13 @@ def make_tiled_frontier(joint: JointGraph, setting: Setting) -> PlansInTiles:
         lowest = min(lowest, candidates[-1].peak.bytes)
         points = tuple((item.peak.bytes, item.seconds) for item in candidates)
         chosen = Chosen(candidate=candidates[-1], limit=0, graph=operations, frontier=points, followed=operations)
-        return unmet_by(chosen, chosen.candidate.peak.bytes)
+        return find_bottleneck(chosen, chosen.candidate.peak.bytes)
 
     with working("looking for plans in tiles"):
         lower_peak_by_tiles(joint, setting, Space(planned=planned))
         if anywhere:
-            graph = summed(joint, setting)
+            graph = split_means(joint, setting)
             tilings = tilings_by_segment(graph, TileRegions(graph).as_wide_as(0), least[0], setting)
-            for _, tiles in spread([*tilings], _TILINGS):
-                planned(tiled(graph, tiles, setting) if tiles else joint, setting)
+            for _, tiles in sample_evenly([*tilings], _TILINGS):
+                planned(tile_graph(graph, tiles, setting) if tiles else joint, setting)
     return PlansInTiles(plans=noted.alternatives(), seconds=whole[0], anywhere=anywhere)

@@ -27,16 +27,16 @@ from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.compiler.values_on_host import wants_host
+from roundpipe_fx.compiler.values_on_host import is_host_requested
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, tensor_values
 from roundpipe_fx.pipeline.host_memory import ASSUMED_HOST_BYTES, host_budget_for
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.planner.evaluation import Candidate, Evaluation
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.chain_search import work_out
+from roundpipe_fx.remat.chain_search import make_schedule_of_choice
 from roundpipe_fx.remat.choose import Chosen
-from roundpipe_fx.remat.options_on_host import HostTier, solutions_on_host
-from roundpipe_fx.remat.segment_chain import chain_of, remat_choice_of
+from roundpipe_fx.remat.options_on_host import HostTier, find_solutions_on_host
+from roundpipe_fx.remat.segment_chain import chain_of, make_remat_choice
 from roundpipe_fx.torch_private import offload_operators
 
 _SHARE = 0.8
@@ -81,7 +81,7 @@ def make_host_tier(joint: JointGraph, setting: Setting) -> HostTier | None:
     options, device = setting.options, setting.device
     if not setting.context.runs_programs or setting.step is not None or not has_host(device):
         return None
-    if wants_host(joint, device.type):
+    if is_host_requested(joint, device.type):
         return None
     room = find_host_budget(options.host_budget, on_paper=options.device_name is not None)
     return _tier(joint, setting.costs.host, room) if room else None
@@ -137,14 +137,16 @@ def plan_with_host(
     blocks, limit = Blocks(graph), chosen.limit
     chain, save_options = chain_of(blocks)
     most = 1 << (limit - 1).bit_length()
-    solutions = solutions_on_host(chain, tier, most)
+    solutions = find_solutions_on_host(chain, tier, most)
     tried: list[Evaluation[Lowered]] = []
     beyond = index = 0
     while len(tried) < _BY_CHAIN:
         index = next((at for at in range(index, len(solutions)) if solutions[at].bytes + beyond <= limit), -1)
         if index < 0:
             break
-        candidate = work_out(blocks, remat_choice_of(graph, save_options, [*solutions[index].decisions]))
+        candidate = make_schedule_of_choice(
+            blocks, make_remat_choice(graph, save_options, [*solutions[index].decisions])
+        )
         plan = dataclasses.replace(chosen, candidate=candidate, graph=graph, followed=graph, fits=True)
         tried.append(find_first_fitting([plan], evaluate, tier.room))
         if tried[-1].peak <= limit:

@@ -11,7 +11,7 @@ from typing import Any
 from roundpipe_fx.analysis.operations import OperationGraph, RecomputeRecipe
 
 
-def shape_of_backward(
+def backward_key(
     graph: OperationGraph, segment: int, entering: Collection[int], lasting: Collection[int]
 ) -> tuple[Any, dict[int, int]]:
     """The shape of a segment's backward with everything that it may recompute.

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundpipe_fx.analysis.operations import OperationGraph, PlannedOp
-from roundpipe_fx.remat.alike import shape_of_backward
+from roundpipe_fx.remat.alike import backward_key
 from roundpipe_fx.remat.reduce_peak import MAX_REMAT_LEVEL, PeakReducer
-from roundpipe_fx.remat.schedule import PlannedSchedule, RematChoice, just_in_time
+from roundpipe_fx.remat.schedule import PlannedSchedule, RematChoice, recompute_just_in_time
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,19 @@ class Blocks:
 
     def variants(self, segment: int, available: AbstractSet[int], most: int = MAX_REMAT_LEVEL) -> list[Block]:
         """A segment's backward at each rematerialization level, up to ``most``."""
-        reach, entering = self._reach(segment)
+        reach, entering = self._recomputable_storages(segment)
         # What has to be recomputed of earlier segments is not in the key of segments that are alike, so this block is
         # arranged by itself.
         if not entering <= available:  # it reaches back into earlier segments
-            return self._with_low_peaks(segment, just_in_time(self.graph, segment, available), most, None)
-        kind, numbers = self._kind(segment)
+            return self._lower_peaks(segment, recompute_just_in_time(self.graph, segment, available), most, None)
+        kind, numbers = self._equal_segment(segment)
         # The key: which of the storages that may be recomputed are there already. All else is equal for segments that
         # are alike.
         there = frozenset([numbers[storage] for storage in reach & available if storage in numbers])
         known = (segment, most, there)
         if known not in self._blocks:
-            steps = just_in_time(self.graph, segment, available)
-            self._blocks[known] = self._with_low_peaks(segment, steps, most, (kind, there))
+            steps = recompute_just_in_time(self.graph, segment, available)
+            self._blocks[known] = self._lower_peaks(segment, steps, most, (kind, there))
         return self._blocks[known]
 
     def costs(
@@ -87,7 +87,7 @@ class Blocks:
             earlier: all storages of earlier segments, and those that are always available.
             most: the highest rematerialization level.
         """
-        kind, numbers = self._kind(segment)
+        kind, numbers = self._equal_segment(segment)
         known = (kind, most, frozenset(numbers[storage] for storage in saved if storage in numbers))
         if known not in self._costs:
             variants = self.variants(segment, saved | earlier, most)
@@ -95,13 +95,13 @@ class Blocks:
         return self._costs[known]
 
     @functools.cache  # noqa: B019 - lives as long as the search
-    def _kind(self, segment: int) -> tuple[int, dict[int, int]]:
+    def _equal_segment(self, segment: int) -> tuple[int, dict[int, int]]:
         """Equal numbers for segments with backwards that are alike, and numbers for their storages."""
-        shape, numbers = shape_of_backward(self.graph, segment, self.entering[segment], self.lasting[segment])
+        shape, numbers = backward_key(self.graph, segment, self.entering[segment], self.lasting[segment])
         return self._shapes.setdefault(shape, len(self._shapes)), numbers
 
     @functools.cache  # noqa: B019 - lives as long as the search
-    def _reach(self, segment: int) -> tuple[frozenset[int], frozenset[int]]:
+    def _recomputable_storages(self, segment: int) -> tuple[frozenset[int], frozenset[int]]:
         """Forward storages that a segment's backward may recompute, and those of earlier segments that this reads."""
         graph = self.graph
         reached: set[int] = set()
@@ -120,7 +120,7 @@ class Blocks:
                 pending += graph.recipes[storage].reads if storage in graph.recipes else ()
         return frozenset(reached), frozenset(entering)
 
-    def _with_low_peaks(self, segment: int, steps: list[PlannedOp], most: int, like: Any) -> list[Block]:
+    def _lower_peaks(self, segment: int, steps: list[PlannedOp], most: int, like: Any) -> list[Block]:
         """Blocks of these steps; ``like``: equal where the steps are alike, ``None`` if that is not known."""
         graph = self.graph
         read = {storage for step in steps for storage in step.reads}
@@ -133,7 +133,7 @@ class Blocks:
             reducer = PeakReducer(graph, steps, local | entering, self.lasting[segment])
             key = (reducer.structure(), most)
             if key not in self._sequences:
-                self._sequences[key] = reducer.sequences(most) if self._reduce_peak else reducer.as_they_come()
+                self._sequences[key] = reducer.find_sequences(most) if self._reduce_peak else reducer.given_order()
             known = self._sequences[key]
             if like is not None:
                 self._sequences[like, most] = known
@@ -156,15 +156,15 @@ def planned_schedule(blocks: Blocks, choice: RematChoice) -> PlannedSchedule:
         steps: list[PlannedOp] = []
         wanted = choice.held.get(segment)
         if wanted:
-            steps += just_in_time(graph, segment, available, wanted)
+            steps += recompute_just_in_time(graph, segment, available, wanted)
             available |= wanted
         steps += blocks.block(segment, available, choice.remat_level.get(segment, 0)).steps
         backward.append((segment, steps))
-    live = _without_unread(backward)
+    live = _drop_unread(backward)
     return PlannedSchedule(choice, live, sum(step.seconds for _, steps in live for step in steps))
 
 
-def _without_unread(
+def _drop_unread(
     backward: Sequence[tuple[int, Sequence[PlannedOp]]],
 ) -> tuple[tuple[int, tuple[PlannedOp, ...]], ...]:
     """The steps without recomputations whose result is not read before it is recomputed once more, if ever."""

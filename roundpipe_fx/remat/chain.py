@@ -110,7 +110,7 @@ class SegmentChain:
                     pending.append((decision.until, last, held + live_across[decision.until - at]))
         return most
 
-    def kept_at(self, decision: Decision) -> int:
+    def bytes_kept(self, decision: Decision) -> int:
         """Bytes that a decision keeps from the first forward on."""
         if decision.before is not None or decision.unsaved_option is not None:
             return 0

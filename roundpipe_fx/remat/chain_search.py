@@ -19,7 +19,7 @@ from roundpipe_fx.console.progress import progress
 from roundpipe_fx.remat.blocks import Blocks, planned_schedule
 from roundpipe_fx.remat.chain import SegmentChain
 from roundpipe_fx.remat.schedule import Peak, PlannedSchedule, RematChoice, simulate
-from roundpipe_fx.remat.segment_chain import SaveOption, chain_of, remat_choice_of
+from roundpipe_fx.remat.segment_chain import SaveOption, chain_of, make_remat_choice
 from roundpipe_fx.remat.solve_chain import Solution, solve_chain
 
 T = TypeVar("T")
@@ -51,9 +51,9 @@ class SimulatedSchedule:
         return self.schedule.seconds
 
 
-def everything_kept(blocks: Blocks) -> SimulatedSchedule:
+def save_everything(blocks: Blocks) -> SimulatedSchedule:
     """The candidate that saves everything."""
-    return work_out(blocks, RematChoice(frozenset(blocks.graph.makers)))
+    return make_schedule_of_choice(blocks, RematChoice(frozenset(blocks.graph.makers)))
 
 
 @dataclass(frozen=True)
@@ -91,19 +91,22 @@ def search(blocks: Blocks, most: int = _LEVELS, kept: SimulatedSchedule | None =
     """
     chain, save_options = chain_of(blocks)
     if blocks.graph.regions:
-        kept = most_kept(blocks, save_options)
-    kept = kept or everything_kept(blocks)
+        kept = save_most(blocks, save_options)
+    kept = kept or save_everything(blocks)
     # Fine slots without nesting (time linear in the segments), then coarse slots with nesting for the low end, where
     # only nested recomputation can go further.
     fine = _points(blocks.graph, save_options, solve_chain(chain, kept.peak.bytes, FINE_SLOTS, nested=False))
     candidates = [kept]
-    candidates += [work_out(blocks, point.choice()) for point in progress(spread(fine, most), "judging plans")]
+    candidates += [
+        make_schedule_of_choice(blocks, point.choice())
+        for point in progress(sample_evenly(fine, most), "judging plans")
+    ]
     low = min(item.peak.bytes for item in candidates)
     solution = solve_chain(chain, int(low * NESTED_SHARE), nested_slots(chain))
     nested = _points(blocks.graph, save_options, solution)
-    judged = progress(spread(nested, most), "judging plans with nested recomputation")
-    candidates += [work_out(blocks, point.choice()) for point in judged]
-    return SearchResult(best_of(candidates), sorted([*fine, *nested], key=lambda point: point.seconds))
+    judged = progress(sample_evenly(nested, most), "judging plans with nested recomputation")
+    candidates += [make_schedule_of_choice(blocks, point.choice()) for point in judged]
+    return SearchResult(pareto_schedules(candidates), sorted([*fine, *nested], key=lambda point: point.seconds))
 
 
 def nested_slots(chain: SegmentChain) -> int:
@@ -123,8 +126,8 @@ def refine(blocks: Blocks, result: SearchResult, limit: int) -> list[SimulatedSc
     candidates = list(result.candidates)
     # Below every candidate: all that is left are the solutions with the least memory, judged by simulation.
     if limit < candidates[-1].peak.bytes:
-        lower = [work_out(blocks, point.choice()) for point in result.points[-_LOWEST:]]
-        return best_of([*candidates, *(item for item in lower if item.seconds >= candidates[-1].seconds)])
+        lower = [make_schedule_of_choice(blocks, point.choice()) for point in result.points[-_LOWEST:]]
+        return pareto_schedules([*candidates, *(item for item in lower if item.seconds >= candidates[-1].seconds)])
     at = next((i for i, item in enumerate(candidates) if item.peak.bytes <= limit), 0)
     if not at:
         return candidates
@@ -136,27 +139,27 @@ def refine(blocks: Blocks, result: SearchResult, limit: int) -> list[SimulatedSc
         between = [point for point in between if over.seconds < point.seconds < within.seconds]
         if not between:
             break
-        item = work_out(blocks, between.pop(len(between) // 2).choice())
+        item = make_schedule_of_choice(blocks, between.pop(len(between) // 2).choice())
         if over.seconds < item.seconds < within.seconds and within.peak.bytes < item.peak.bytes < over.peak.bytes:
             inserted.append(item)
             over, within = (over, item) if item.peak.bytes <= limit else (item, within)
-    return best_of([*candidates, *inserted])
+    return pareto_schedules([*candidates, *inserted])
 
 
-def most_kept(blocks: Blocks, save_options: list[list[SaveOption]]) -> SimulatedSchedule:
+def save_most(blocks: Blocks, save_options: list[list[SaveOption]]) -> SimulatedSchedule:
     """The candidate that recomputes as little as the budgets of regions allow."""
     graph = blocks.graph
     kept = {storage for options in save_options for storage in options[0].saved}
-    return work_out(blocks, RematChoice(frozenset(kept | graph.live_across)))
+    return make_schedule_of_choice(blocks, RematChoice(frozenset(kept | graph.live_across)))
 
 
-def work_out(blocks: Blocks, choice: RematChoice) -> SimulatedSchedule:
+def make_schedule_of_choice(blocks: Blocks, choice: RematChoice) -> SimulatedSchedule:
     """The schedule of a choice. Storages that it would save but must not are recomputed with their checkpoint."""
-    schedule = planned_schedule(blocks, _heeding_regions(blocks.graph, choice))
+    schedule = planned_schedule(blocks, _apply_region_budgets(blocks.graph, choice))
     return SimulatedSchedule(schedule, simulate(blocks.graph, schedule))
 
 
-def _heeding_regions(graph: OperationGraph, choice: RematChoice) -> RematChoice:
+def _apply_region_budgets(graph: OperationGraph, choice: RematChoice) -> RematChoice:
     # Values that may not be saved (inside a user's checkpoint) are recomputed at the segment where their region begins.
     barred = choice.kept & graph.must_recompute
     if not barred:
@@ -168,7 +171,7 @@ def _heeding_regions(graph: OperationGraph, choice: RematChoice) -> RematChoice:
     return RematChoice(choice.kept - barred, frozen, choice.remat_level)
 
 
-def best_of(candidates: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule]:
+def pareto_schedules(candidates: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule]:
     """Schedules that no other dominates in peak and seconds, highest peak first."""
     best: list[SimulatedSchedule] = []
     # By seconds, so a candidate is dominated exactly if an earlier one has no higher peak.
@@ -180,7 +183,7 @@ def best_of(candidates: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule]:
 
 def _points(graph: OperationGraph, save_options: list[list[SaveOption]], solution: Solution) -> list[ParetoPoint]:
     def choice(slots: int) -> RematChoice:
-        return remat_choice_of(graph, save_options, solution.decisions(slots))
+        return make_remat_choice(graph, save_options, solution.decisions(slots))
 
     return [ParetoPoint(float(solution.seconds[slots]), partial(choice, slots)) for slots in levels(solution)]
 
@@ -193,7 +196,7 @@ def levels(solution: Solution) -> list[int]:
     return [int(slots) for slots in reachable[distinct]]
 
 
-def spread(items: Sequence[T], most: int) -> list[T]:
+def sample_evenly(items: Sequence[T], most: int) -> list[T]:
     """At most ``most`` of the items, evenly spread, including the first and the last."""
     positions = np.unique(np.linspace(0, len(items) - 1, min(len(items), most)).round().astype(int))
     return [items[position] for position in positions]

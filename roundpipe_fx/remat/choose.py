@@ -10,7 +10,7 @@ from roundpipe_fx.analysis.operations import Operation, OperationGraph
 from roundpipe_fx.budget import Infeasible, bytes_text, limit_of, share_hint
 from roundpipe_fx.ir.joint_graph import module_path
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.chain_search import SearchResult, SimulatedSchedule, everything_kept, refine, search
+from roundpipe_fx.remat.chain_search import SearchResult, SimulatedSchedule, refine, save_everything, search
 from roundpipe_fx.remat.multi_call_step import search_for_step
 from roundpipe_fx.remat.schedule import RematChoice, simulate
 from roundpipe_fx.torch_private import module_path_text
@@ -59,7 +59,7 @@ def choose(
         whole: the same with equal values shared, for schedules that save everything.
         emitted: candidates that were chosen before, with the peak bytes of the programs emitted for them.
     """
-    candidates, limit, kept, followed = _candidates(graph, budget, share, margin, whole)
+    candidates, limit, kept, followed = _find_candidates(graph, budget, share, margin, whole)
     frontier = tuple((candidate.peak.bytes, candidate.seconds) for candidate in candidates)
     lowest = candidates[-1]
     known = [(item.schedule.choice, item.peak.bytes, peak) for item, peak in emitted]
@@ -92,10 +92,12 @@ def choose(
     return chosen(lowest, limit, fits=not tried and lowest.peak.bytes <= limit)
 
 
-def choices(graph: OperationGraph, budget: int | float, share: float, whole: OperationGraph | None) -> list[Chosen]:
+def list_choices(
+    graph: OperationGraph, budget: int | float, share: float, whole: OperationGraph | None
+) -> list[Chosen]:
     """All schedules, each as if it was chosen, the least recomputation first: where emitted programs need less than is
     simulated here, since values leave the device or are fused. Arguments as for :func:`choose`."""
-    candidates, limit, kept, followed = _candidates(graph, budget, share, 0, whole)
+    candidates, limit, kept, followed = _find_candidates(graph, budget, share, 0, whole)
     frontier = tuple((candidate.peak.bytes, candidate.seconds) for candidate in candidates)
     return [
         Chosen(
@@ -109,16 +111,16 @@ def choices(graph: OperationGraph, budget: int | float, share: float, whole: Ope
     ]
 
 
-def _candidates(
+def _find_candidates(
     graph: OperationGraph, budget: int | float, share: float, margin: int, whole: OperationGraph | None
 ) -> tuple[list[SimulatedSchedule], int, SimulatedSchedule, OperationGraph]:
     """The schedules to choose from, highest peak first; the limit in bytes; the one that keeps everything, and its
     operations."""
     blocks = Blocks(graph)
-    kept, followed = everything_kept(blocks), graph
+    kept, followed = save_everything(blocks), graph
     if whole is not None:
         # Common subexpressions were merged in `whole`: the plan that keeps everything then holds equal values once.
-        shared = everything_kept(Blocks(whole))
+        shared = save_everything(Blocks(whole))
         if shared.peak.bytes <= kept.peak.bytes:
             kept, followed = shared, whole
     fits = kept.peak.bytes + margin <= budget * share if isinstance(budget, int) else budget == 1.0
@@ -162,7 +164,7 @@ Unmet: TypeAlias = Infeasible[Bottleneck]
 """No plan stays within the budget; the bottleneck says why."""
 
 
-def unmet_by(chosen: Chosen, minimum: int) -> Unmet:
+def find_bottleneck(chosen: Chosen, minimum: int) -> Unmet:
     """Find the bottleneck of a plan.
 
     Args:
@@ -172,7 +174,7 @@ def unmet_by(chosen: Chosen, minimum: int) -> Unmet:
     return Infeasible(minimum=minimum, bottleneck=Bottleneck(operation=peak.operation, live=peak.live, chosen=chosen))
 
 
-def refusal(chosen: Chosen, minimum: int, budget: int | float) -> str:
+def write_refusal(chosen: Chosen, minimum: int, budget: int | float) -> str:
     """Write the message about a budget that no plan stays within.
 
     Args:

@@ -20,7 +20,7 @@ EarlyChoices = Mapping[int, list[frozenset[int]]]
 """By stage, sets of steps that may run early, in increasing order, as positions among the schedule's steps."""
 
 
-def early_choices(graph: OperationGraph, schedule: PlannedSchedule, split: bool = False) -> EarlyChoices:
+def find_early_choices(graph: OperationGraph, schedule: PlannedSchedule, split: bool = False) -> EarlyChoices:
     """By stage, sets of steps that may run early, from none to all, as positions among the schedule's steps.
 
     Each recomputes more than the one before; other steps that need no incoming gradient go with it.
@@ -32,8 +32,8 @@ def early_choices(graph: OperationGraph, schedule: PlannedSchedule, split: bool 
     """
     # With a backward that is split in two, only what the input's half waits for can gain by being early.
     steps = _steps(schedule)
-    needed = _for_inputs(schedule) if split else range(len(steps))
-    free = set(_independent(graph, steps)).intersection(needed)
+    needed = _needed_by_earlier_stages(schedule) if split else range(len(steps))
+    free = set(_gradient_independent(graph, steps)).intersection(needed)
     of_stages: dict[int, list[frozenset[int]]] = {}
     waiting: set[int] = set()
     position = 0
@@ -58,7 +58,7 @@ def early_choices(graph: OperationGraph, schedule: PlannedSchedule, split: bool 
     return {stage: choices if stage in waiting else choices[:1] for stage, choices in of_stages.items()}
 
 
-def early_at(schedule: PlannedSchedule, choices: EarlyChoices, level: Mapping[int, int]) -> PlannedSchedule:
+def move_early(schedule: PlannedSchedule, choices: EarlyChoices, level: Mapping[int, int]) -> PlannedSchedule:
     """The schedule with one of the choices of each stage early, and nothing else."""
     early = frozenset().union(*(options_there[level[stage]] for stage, options_there in choices.items()))
     backward = []
@@ -73,7 +73,9 @@ def early_at(schedule: PlannedSchedule, choices: EarlyChoices, level: Mapping[in
     return dataclasses.replace(schedule, backward=tuple(backward))
 
 
-def early_within(graph: OperationGraph, schedule: PlannedSchedule, overlapped: Collection[int]) -> PlannedSchedule:
+def move_early_within_peak(
+    graph: OperationGraph, schedule: PlannedSchedule, overlapped: Collection[int]
+) -> PlannedSchedule:
     """The schedule with as much early as does not raise its peak, on one device.
 
     Therefore a plan's peak does not depend on what is early, nor does the rule that a smaller budget never gives a
@@ -84,7 +86,7 @@ def early_within(graph: OperationGraph, schedule: PlannedSchedule, overlapped: C
         overlapped: stages whose recompute module can overlap with something. In the others, only steps that cost no
             memory are early.
     """
-    choices = early_choices(graph, schedule)
+    choices = find_early_choices(graph, schedule)
     # A stage with nothing to overlap takes only the prefix, which costs no memory.
     level = {
         stage: len(options_there) - 1 if stage in overlapped else min(len(options_there) - 1, 1)
@@ -93,7 +95,7 @@ def early_within(graph: OperationGraph, schedule: PlannedSchedule, overlapped: C
     limit, _ = peaks_by_stage(graph, schedule)
     # Every round lowers some stage's level, so this ends.
     while any(level.values()):
-        early_schedule = early_at(schedule, choices, level)
+        early_schedule = move_early(schedule, choices, level)
         _, peaks = peaks_by_stage(graph, early_schedule)
         # Only stages at fault give up something: what another one does early stays.
         over = {stage for stage, live in peaks.items() if live > limit and level[stage]}
@@ -108,7 +110,7 @@ def _steps(schedule: PlannedSchedule) -> list[PlannedOp]:
     return [step for _, block in schedule.backward for step in block]
 
 
-def _independent(graph: OperationGraph, steps: list[PlannedOp]) -> list[int]:
+def _gradient_independent(graph: OperationGraph, steps: list[PlannedOp]) -> list[int]:
     """Steps that depend on no incoming gradient, returned gradients and operations that draw new numbers apart."""
     dependent = set(graph.tangents)
     independent = []
@@ -127,7 +129,7 @@ def _independent(graph: OperationGraph, steps: list[PlannedOp]) -> list[int]:
     return independent
 
 
-def _for_inputs(schedule: PlannedSchedule) -> set[int]:
+def _needed_by_earlier_stages(schedule: PlannedSchedule) -> set[int]:
     """Steps that an earlier stage waits for; of the last one to run, those that an earlier segment waits for."""
     steps = [(segment, step) for segment, block in schedule.backward for step in block]
     last_to_run = min((step.stage for _, step in steps), default=0)

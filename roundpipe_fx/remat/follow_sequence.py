@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from roundpipe_fx.analysis.operations import Operation, OperationGraph, RecomputeRecipe
 from roundpipe_fx.budget import Found, Infeasible, Result, bytes_text
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.chain_search import SimulatedSchedule, work_out
+from roundpipe_fx.remat.chain_search import SimulatedSchedule, make_schedule_of_choice
 from roundpipe_fx.remat.schedule import RematChoice
 from roundpipe_fx.remat.segment_chain import SaveOption, chain_of, storages_live_across
 from roundpipe_fx.remat.sequences.algorithms import make_sequence
@@ -23,7 +23,7 @@ from roundpipe_fx.remat.sequences.sequence import Backward, ForwardCheck, Forwar
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedSequence:
     """A sequence, and the schedule that follows it.
 
     Attributes:
@@ -40,7 +40,7 @@ def chain_of_segments(graph: OperationGraph, loss_temporary: int = 0) -> Chain:
     Args:
         loss_temporary: bytes that are allocated between forward and backward.
     """
-    return _chain(Blocks(as_autograd_runs(graph), reduce_peak=False), loss_temporary)[0]
+    return _chain(Blocks(as_in_eager_autograd(graph), reduce_peak=False), loss_temporary)[0]
 
 
 def _chain(blocks: Blocks, loss_temporary: int) -> tuple[Chain, list[SaveOption]]:
@@ -68,7 +68,9 @@ def _chain(blocks: Blocks, loss_temporary: int) -> tuple[Chain, list[SaveOption]
     ), [options[0] for options in save_options]
 
 
-def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_temporary: int) -> Result[Fitted]:
+def fit_sequence(
+    graph: OperationGraph, limit: int, slots: int, algo: str, loss_temporary: int
+) -> Result[FittedSequence]:
     """The best sequence whose schedule is simulated to stay within a limit.
 
     Args:
@@ -77,11 +79,11 @@ def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_
         algo: name of an algorithm (:data:`roundpipe_fx.remat.sequences.algorithms.ALGORITHMS`).
         loss_temporary: bytes that are allocated between forward and backward.
     """
-    graph = as_autograd_runs(graph)
+    graph = as_in_eager_autograd(graph)
     blocks = Blocks(graph, reduce_peak=False)
     chain, save_options = _chain(blocks, loss_temporary)
     # Baselines have no limit of their own: they are one sequence each, which fits or does not.
-    counted = limit if algo == "persistent" else no_limit(chain)
+    counted = limit if algo == "persistent" else more_than_needed(chain)
     peak = None
     while True:
         try:
@@ -90,13 +92,13 @@ def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_
             least = "" if peak is None else f" The tightest that was found peaks at {peak} bytes ({bytes_text(peak)})."
             text = f"a limit of {limit} bytes cannot be met: {error}{least}"
             return Infeasible(minimum=peak or 0, bottleneck=text)
-        candidate = work_out(blocks, _choice(graph, save_options, sequence))
+        candidate = make_schedule_of_choice(blocks, _choice(graph, save_options, sequence))
         peak = candidate.peak.bytes if peak is None else min(peak, candidate.peak.bytes)
         # The sequence's own count leaves out values that skip over layers. The excess is taken off the limit, and the
         # next sequence is computed for that.
         excess = candidate.peak.bytes - limit
         if excess <= 0:
-            return Found(Fitted(sequence, candidate))
+            return Found(FittedSequence(sequence, candidate))
         if algo != "persistent":
             text = f"the {algo} sequence needs {peak} bytes ({bytes_text(peak)}), and the limit is {limit}."
             return Infeasible(minimum=peak, bottleneck=text)
@@ -104,7 +106,7 @@ def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_
         counted -= max(excess, limit // slots)
 
 
-def no_limit(chain: Chain) -> int:
+def more_than_needed(chain: Chain) -> int:
     """More bytes than any sequence of a chain can need."""
     return 2 * sum((*chain.boundary, *chain.saved, *chain.forward_temporary, *chain.backward_temporary)) + 1
 
@@ -134,7 +136,7 @@ def _choice(graph: OperationGraph, save_options: list[SaveOption], sequence: Seq
     )
 
 
-def as_autograd_runs(graph: OperationGraph) -> OperationGraph:
+def as_in_eager_autograd(graph: OperationGraph) -> OperationGraph:
     """The graph without what eager autograd does not do: writing over operands, drawing only a dropout's mask."""
     plain = {operation: replace(operation, inplace_candidates=()) for operation in graph.forward}
 

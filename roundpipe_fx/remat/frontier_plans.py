@@ -18,7 +18,7 @@ from roundpipe_fx.ir.alternative_plans import Alternative, Alternatives, Alterna
 from roundpipe_fx.ir.joint_graph import module_path
 from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.chain_search import SimulatedSchedule, everything_kept, refine, search
+from roundpipe_fx.remat.chain_search import SimulatedSchedule, refine, save_everything, search
 from roundpipe_fx.remat.multi_call_step import search_for_step
 from roundpipe_fx.remat.schedule import levels_of_schedule
 from roundpipe_fx.torch_private import module_path_text
@@ -27,7 +27,7 @@ _PIECES = 800
 """Number of pieces that the curve of a plan is given in, at most."""
 
 
-class Noted:
+class PlanRecorder:
     """Plans of one graph or several as plain data; values of the same name are the same."""
 
     def __init__(self) -> None:
@@ -47,8 +47,8 @@ class Noted:
         """
         schedule = candidate.schedule
         levels = np.array(levels_of_schedule(graph, schedule), dtype=np.int64)
-        forward = _pieces(levels[: len(graph.forward)], len(levels))
-        backward = _pieces(levels[len(graph.forward) :], len(levels))
+        forward = _downsample(levels[: len(graph.forward)], len(levels))
+        backward = _downsample(levels[len(graph.forward) :], len(levels))
         steps = [step for _, block in schedule.backward for step in block if step.recipe is not None]
         recomputed = dict.fromkeys(storage for step in steps for storage in step.makes)
         plan = Alternative(
@@ -80,7 +80,7 @@ class Noted:
         return tuple(self._numbers.setdefault(name, len(self._numbers)) for name in nodes)
 
 
-def alternatives_of(
+def record_frontier(
     graph: OperationGraph, points: Sequence[tuple[int, float]], limit: int, own_bytes: int, own_seconds: float
 ) -> Alternatives:
     """The plans of a frontier.
@@ -93,7 +93,7 @@ def alternatives_of(
         own_seconds: its modelled seconds of recomputation.
     """
     candidates = _candidates(graph, points[0], limit)
-    noted = Noted()
+    noted = PlanRecorder()
     chosen: tuple[int, int] | None = None
     count = 0
     for size, seconds in points:
@@ -117,7 +117,7 @@ def _candidates(
     if graph.step is not None:
         result = search_for_step(blocks)
     else:
-        kept = everything_kept(blocks)
+        kept = save_everything(blocks)
         # The planner's may count equal values once, and the search is scaled by its peak.
         if highest[1] == 0:
             kept = SimulatedSchedule(kept.schedule, dataclasses.replace(kept.peak, bytes=highest[0]))
@@ -125,7 +125,7 @@ def _candidates(
     return {(item.peak.bytes, item.seconds): item for item in refine(blocks, result, limit)}
 
 
-def _pieces(levels: np.ndarray, total: int) -> tuple[int, ...]:
+def _downsample(levels: np.ndarray, total: int) -> tuple[int, ...]:
     """The largest level of each of so many pieces as are this part's share of the whole."""
     # The curve has a fixed number of points whatever the number of operations, shared between forward and backward by
     # their lengths.

@@ -19,9 +19,9 @@ from functools import partial
 
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.remat.chain import SegmentChain
-from roundpipe_fx.remat.chain_search import FINE_SLOTS, NESTED_SHARE, ParetoPoint, levels, nested_slots, spread
+from roundpipe_fx.remat.chain_search import FINE_SLOTS, NESTED_SHARE, ParetoPoint, levels, nested_slots, sample_evenly
 from roundpipe_fx.remat.schedule import RematChoice
-from roundpipe_fx.remat.segment_chain import SaveOption, remat_choice_of
+from roundpipe_fx.remat.segment_chain import SaveOption, make_remat_choice
 from roundpipe_fx.remat.solve_chain import Solution, solve_chain
 
 _MOST = 32
@@ -49,7 +49,7 @@ class SegmentRun:
     in_flight: int
 
 
-def points_of_run(
+def find_points_of_run(
     graph: OperationGraph, chain: SegmentChain, save_options: list[list[SaveOption]], run: SegmentRun
 ) -> list[ParetoPoint]:
     """Choices of what a run keeps: ever fewer bytes for ever more seconds.
@@ -88,7 +88,7 @@ def points_of_run(
     for size, point in sorted(points, key=lambda item: (item[1].seconds, item[0])):
         if not best or size < best[-1][0]:
             best.append((size, point))
-    return spread([point for _, point in best], _MOST)
+    return sample_evenly([point for _, point in best], _MOST)
 
 
 def _points(
@@ -96,10 +96,10 @@ def _points(
 ) -> list[tuple[float, ParetoPoint]]:
     """Solutions with the bytes that they take with all microbatches in flight."""
     points: list[tuple[float, ParetoPoint]] = []
-    for slots in spread(levels(solution), _LEVELS):
+    for slots in sample_evenly(levels(solution), _LEVELS):
         decisions = solution.decisions(slots)
         # Bytes that stay from the forward to the backward, and that each microbatch in flight has.
-        kept = sum(map(part.kept_at, decisions))
+        kept = sum(map(part.bytes_kept, decisions))
         # The price is no time: it is taken out of the seconds again.
         seconds = float(solution.seconds[slots]) - solution.chain.price * kept
         shifted = [
@@ -113,11 +113,11 @@ def _points(
         ]
         # One microbatch is at its peak while the others hold what they have saved.
         size = part.needed(decisions) + (run.in_flight - 1) * kept
-        points.append((size, ParetoPoint(max(seconds, 0.0), partial(remat_choice_of, graph, save_options, shifted))))
+        points.append((size, ParetoPoint(max(seconds, 0.0), partial(make_remat_choice, graph, save_options, shifted))))
     return points
 
 
-def as_one_choice(choices: list[RematChoice]) -> RematChoice:
+def merge_choices(choices: list[RematChoice]) -> RematChoice:
     """Choices for different segments as one."""
     return RematChoice(
         frozenset().union(*(choice.kept for choice in choices)),

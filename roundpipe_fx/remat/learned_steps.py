@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.step_of_calls import Footprint, NotedStep, StepNeeds, most_alive, peak_of_step
 from roundpipe_fx.budget import Found, Infeasible, Result, bytes_text
-from roundpipe_fx.remat.multi_graph_step import FittedGraphs, fit_graphs, ladder_of
+from roundpipe_fx.remat.multi_graph_step import FittedGraphs, fit_graphs, make_ladder
 
 _MOST = 16
 """Kinds of steps that are planned for."""
@@ -89,7 +89,7 @@ class LearnedSteps:
         self._footprints[graph] = footprint
         self._asked = asked
 
-    def tell_of_more(self, what: str, size: int, peak: int, budget: int) -> None:
+    def warn_of_uncounted(self, what: str, size: int, peak: int, budget: int) -> None:
         """Warn, once, that a step takes memory that its plan does not count, unless the next one will.
 
         Args:
@@ -109,7 +109,7 @@ class LearnedSteps:
             stacklevel=2,
         )
 
-    def tell_of_held(self, size: int, peak: int, budget: int) -> None:
+    def warn_of_held(self, size: int, peak: int, budget: int) -> None:
         """Warn that a step holds outputs that its plan assumed dropped, and takes more than its budget with them.
 
         Args:
@@ -128,7 +128,7 @@ class LearnedSteps:
             stacklevel=2,
         )
 
-    def tell_of_read(self, size: int, peak: int, budget: int) -> None:
+    def warn_of_read(self, size: int, peak: int, budget: int) -> None:
         """Warn that a step reads an output that its plan assumed unread, and takes more than its budget with it.
 
         Args:
@@ -187,9 +187,9 @@ class LearnedSteps:
         if outside or is_news:
             self._warned |= over
             self._reported_outside |= outside
-            warnings.warn(self._news(step, peak, budget, first), StepBudgetWarning, stacklevel=2)
+            warnings.warn(self._describe_change(step, peak, budget, first), StepBudgetWarning, stacklevel=2)
 
-    def _news(self, step: NotedStep, peak: int, budget: int, first: bool) -> str:
+    def _describe_change(self, step: NotedStep, peak: int, budget: int, first: bool) -> str:
         graphs = sorted({call.graph for call in step.calls})
         alive = sum(most_alive(step, graph) for graph in graphs)
         calls = f"up to {alive} calls of {len(graphs)} graphs were alive at once in a step"
@@ -226,7 +226,7 @@ class LearnedSteps:
         }
         return StepNeeds(graph, steps, others, limit=self._limit)
 
-    def plan_together(self, share: float) -> Result[None]:
+    def split_budget(self, share: float) -> Result[None]:
         """Decide what each graph may hold, where steps consist of several, so that the budget holds for the step.
 
         Args:
@@ -238,7 +238,7 @@ class LearnedSteps:
         # divide the budget first.
         several = any(len({call.graph for call in step.calls}) > 1 for step in steps)
         if several:
-            fitted = self._fit(steps, share)
+            fitted = self._fit_steps(steps, share)
             if isinstance(fitted, Infeasible):
                 return fitted
             self._footprints.update(fitted.value.footprints)
@@ -257,12 +257,12 @@ class LearnedSteps:
             return Found(None)
         step = expected()
         if peak_of_step(step, {}) > self._asked * share:  # as they are planned, for the least bytes
-            fitted = self._fit([step], share)
+            fitted = self._fit_steps([step], share)
             return fitted if isinstance(fitted, Infeasible) else Found(None)
         return Found(None)
 
-    def _fit(self, steps: Sequence[NotedStep], share: float) -> Result[FittedGraphs]:
-        """Plans for all graphs of some steps. Arguments as for :meth:`plan_together`."""
+    def _fit_steps(self, steps: Sequence[NotedStep], share: float) -> Result[FittedGraphs]:
+        """Plans for all graphs of some steps. Arguments as for :meth:`split_budget`."""
         graphs = dict.fromkeys(call.graph for step in steps for call in step.calls)
         ladders = {}
         for graph in graphs:
@@ -274,7 +274,7 @@ class LearnedSteps:
             steps_of_graph = tuple(step for step in steps if any(call.graph == graph for call in step.calls))
             others = {name: footprint for name, footprint in self._footprints.items() if name != graph}
             needs = StepNeeds(graph, steps_of_graph, others, planned.footprint.gradients)
-            ladders[graph] = ladder_of(planned.operations(), needs)
+            ladders[graph] = make_ladder(planned.operations(), needs)
         fixed = {graph: known_footprint for graph, known_footprint in self._footprints.items() if graph not in ladders}
         fitted = fit_graphs(ladders, steps, fixed, self._asked, share)
         if fitted.peak > fitted.limit:

@@ -33,7 +33,7 @@ def least_bytes(graph: OperationGraph) -> LeastBytes:
     most = max([*graph.forward, *backward], key=lambda needed: bytes_of_operation(graph, needed), default=None)
     if most is None:
         return LeastBytes(bytes=0, operation=None, live=())
-    named = ((name_of(graph, storage), graph.sizes[storage]) for storage in _live(graph, most))
+    named = ((name_of(graph, storage), graph.sizes[storage]) for storage in _live_storages(graph, most))
     values = sorted(named, key=lambda it: -it[1])
     return LeastBytes(bytes=bytes_of_operation(graph, most), operation=most, live=tuple(values))
 
@@ -42,10 +42,12 @@ def bytes_of_operation(graph: OperationGraph, operation: Operation) -> int:
     """Bytes of an operation's operands, results and workspace, and of what the caller holds beside them."""
     # A result that may be written over an operand needs no memory of its own.
     written_over = max((graph.sizes[storage] for storage in operation.inplace_candidates), default=0)
-    return sum(graph.sizes[storage] for storage in _live(graph, operation)) + operation.workspace - written_over
+    return (
+        sum(graph.sizes[storage] for storage in _live_storages(graph, operation)) + operation.workspace - written_over
+    )
 
 
-def _live(graph: OperationGraph, operation: Operation) -> set[int]:
+def _live_storages(graph: OperationGraph, operation: Operation) -> set[int]:
     # In the backward the caller holds the outputs as well.
     with_callers = graph.outputs | graph.held if operation.index >= len(graph.forward) else frozenset()
     return {*operation.reads, *operation.makes, *with_callers}

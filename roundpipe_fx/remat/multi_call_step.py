@@ -14,12 +14,12 @@ from roundpipe_fx.remat.chain_search import (
     ParetoPoint,
     SearchResult,
     SimulatedSchedule,
-    best_of,
+    make_schedule_of_choice,
+    pareto_schedules,
+    sample_evenly,
     search,
-    spread,
-    work_out,
 )
-from roundpipe_fx.remat.in_flight import SegmentRun, points_of_run
+from roundpipe_fx.remat.in_flight import SegmentRun, find_points_of_run
 from roundpipe_fx.remat.schedule import simulate
 from roundpipe_fx.remat.segment_chain import chain_of
 
@@ -33,17 +33,17 @@ def search_for_step(blocks: Blocks) -> SearchResult:
     Args:
         blocks: of a graph that knows the needs of its step.
     """
-    candidates, points = _looked_at(blocks)
-    return SearchResult(best_of(candidates), points)
+    candidates, points = _simulate_candidates(blocks)
+    return SearchResult(pareto_schedules(candidates), points)
 
 
 def candidates_for_step(blocks: Blocks) -> list[SimulatedSchedule]:
     """All candidates that :func:`search_for_step` simulates, including dominated ones: beside other calls they may
     win."""
-    return _looked_at(blocks)[0]
+    return _simulate_candidates(blocks)[0]
 
 
-def _looked_at(blocks: Blocks) -> tuple[list[SimulatedSchedule], list[ParetoPoint]]:
+def _simulate_candidates(blocks: Blocks) -> tuple[list[SimulatedSchedule], list[ParetoPoint]]:
     graph = blocks.graph
     assert graph.step is not None
     alone = Blocks(dataclasses.replace(graph, step=None))
@@ -55,7 +55,7 @@ def _looked_at(blocks: Blocks) -> tuple[list[SimulatedSchedule], list[ParetoPoin
         # Solutions for `alive` copies of the saved values; judged by the step's own simulation like all others.
         chain, save_options = chain_of(alone)
         run = SegmentRun(0, graph.segments, frozenset({0}), alive)
-        more = points_of_run(graph, chain, save_options, run)
-        candidates += [work_out(blocks, point.choice()) for point in spread(more, _JUDGED)]
+        more = find_points_of_run(graph, chain, save_options, run)
+        candidates += [make_schedule_of_choice(blocks, point.choice()) for point in sample_evenly(more, _JUDGED)]
         points = sorted([*points, *more], key=lambda point: point.seconds)
     return candidates, points

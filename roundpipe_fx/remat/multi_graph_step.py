@@ -50,7 +50,7 @@ class FittedGraphs:
     peak: int
 
 
-def ladder_of(operations: OperationGraph, needs: StepNeeds) -> list[GraphPlan]:
+def make_ladder(operations: OperationGraph, needs: StepNeeds) -> list[GraphPlan]:
     """The plans for a graph, quickest first.
 
     Args:

@@ -19,7 +19,7 @@ import numpy as np
 
 from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, SegmentChain
 from roundpipe_fx.remat.chain_search import FINE_SLOTS, levels
-from roundpipe_fx.remat.options_on_host import HostTier, solutions_on_host
+from roundpipe_fx.remat.options_on_host import HostTier, find_solutions_on_host
 from roundpipe_fx.remat.solve_chain import solve_chain
 
 _BEYOND = 1.1
@@ -51,7 +51,7 @@ class JoinedChain:
     copies: tuple[tuple[int, ...], ...]
 
 
-def join(copies: Sequence[ChainInTiles]) -> JoinedChain:
+def join_chains(copies: Sequence[ChainInTiles]) -> JoinedChain:
     """One chain that has the options of all copies.
 
     Args:
@@ -65,15 +65,17 @@ def join(copies: Sequence[ChainInTiles]) -> JoinedChain:
         options: list[tuple[int, ChainStageOption]] = []
         for number, copy in enumerate(copies):
             tiled_stage, longer = copy.chain.stages[segment], copy.seconds[segment] - whole.seconds[segment]
-            options += [(number, _as_option_of(option, tiled_stage, stage, longer)) for option in tiled_stage.options]
-        best = _worthwhile(options)
+            options += [
+                (number, _translate_option(option, tiled_stage, stage, longer)) for option in tiled_stage.options
+            ]
+        best = _drop_dominated(options)
         # Nothing is recomputed in these solutions but by options, so the rest of a stage is not read.
         stages.append(dataclasses.replace(stage, options=tuple(option for _, option in best)))
         numbers.append(tuple(number for number, _ in best))
     return JoinedChain(SegmentChain(tuple(stages), whole.chain.live_across), tuple(numbers))
 
 
-def tiled_segments(
+def solve_joined(
     joined: JoinedChain, limit: int, tier: HostTier | None = None
 ) -> Iterator[tuple[float, tuple[int, ...]]]:
     """Seconds, and by segment the copy that it is of: each time so that less memory is needed, and more seconds.
@@ -83,7 +85,7 @@ def tiled_segments(
         limit: bytes; what needs much more is left out.
         tier: the host, where saved values may leave for it.
     """
-    solutions = _solutions(joined.chain, limit) if tier is None else _with_host(joined.chain, tier, limit)
+    solutions = _solutions(joined.chain, limit) if tier is None else _solve_with_host(joined.chain, tier, limit)
     seen = set()
     # By seconds: the first copies that appear for a memory are the quickest ones.
     for seconds, decisions in solutions:
@@ -105,12 +107,12 @@ def _solutions(chain: SegmentChain, limit: int) -> Iterator[tuple[float, Sequenc
         yield float(solution.seconds[memory]), solution.decisions(memory)
 
 
-def _with_host(chain: SegmentChain, tier: HostTier, limit: int) -> Iterator[tuple[float, Sequence[Decision]]]:
-    for solution in solutions_on_host(chain, tier, limit):
+def _solve_with_host(chain: SegmentChain, tier: HostTier, limit: int) -> Iterator[tuple[float, Sequence[Decision]]]:
+    for solution in find_solutions_on_host(chain, tier, limit):
         yield solution.seconds, solution.decisions
 
 
-def _as_option_of(
+def _translate_option(
     option: ChainStageOption, tiled_stage: ChainStage, stage: ChainStage, longer: float
 ) -> ChainStageOption:
     """An option of a copy's segment as one of the graph's, whose resident bytes and seconds are counted elsewhere."""
@@ -122,7 +124,7 @@ def _as_option_of(
     )
 
 
-def _worthwhile(options: Sequence[tuple[int, ChainStageOption]]) -> list[tuple[int, ChainStageOption]]:
+def _drop_dominated(options: Sequence[tuple[int, ChainStageOption]]) -> list[tuple[int, ChainStageOption]]:
     """Options that no other dominates in bytes held, peaks and seconds."""
     # Vectorized dominance: an option is dropped if one that is kept is no worse in all four figures.
     figures = np.array([(option.seconds, option.held, option.backward, option.forward) for _, option in options])

@@ -124,8 +124,8 @@ class ChainOnHost:
         for stage, segment in zip(chain.stages, segments, strict=True):
             # Both variants of each option stand side by side; the dynamic program chooses one per segment within the
             # memory.
-            staying = [_staying(option, segment.in_flight) for option in stage.options]
-            leaving = [_leaving(option, segment, price) for option in stage.options if segment.may_leave]
+            staying = [_make_staying_option(option, segment.in_flight) for option in stage.options]
+            leaving = [_make_offloaded_option(option, segment, price) for option in stage.options if segment.may_leave]
             stages.append(
                 dataclasses.replace(
                     stage,
@@ -140,7 +140,7 @@ class ChainOnHost:
         return cls(dataclasses.replace(chain, stages=tuple(stages)), tuple(origins), tuple(leaves))
 
 
-def _staying(option: ChainStageOption, in_flight: int) -> ChainStageOption:
+def _make_staying_option(option: ChainStageOption, in_flight: int) -> ChainStageOption:
     """An option that every microbatch in flight keeps on the device."""
     # The chain counts one microbatch; the others hold the same bytes while this one runs.
     others = (in_flight - 1) * option.held
@@ -152,7 +152,7 @@ def _staying(option: ChainStageOption, in_flight: int) -> ChainStageOption:
     )
 
 
-def _leaving(option: ChainStageOption, segment: SegmentOnHost, price: float) -> ChainStageOption:
+def _make_offloaded_option(option: ChainStageOption, segment: SegmentOnHost, price: float) -> ChainStageOption:
     """An option that is on the device while its slots run, and while it is copied."""
     # Values that leave are on the device while they are copied: `passing` microbatches of them, this one included.
     others = (segment.passing - 1) * option.held
@@ -181,12 +181,12 @@ def decisions_at_price(
     if reached:
         decisions = solution.decisions(reached[-1])
     else:
-        solution = solve_chain(joined.chain, _most(joined.chain), FINE_SLOTS, nested=False)
+        solution = solve_chain(joined.chain, _bytes_for_all(joined.chain), FINE_SLOTS, nested=False)
         decisions = solution.decisions(levels(solution)[0])
-    return _of_chain(joined, decisions)
+    return _translate_decisions(joined, decisions)
 
 
-def solutions_on_host(chain: SegmentChain, tier: HostTier, most: int) -> list[SolutionOnHost]:
+def find_solutions_on_host(chain: SegmentChain, tier: HostTier, most: int) -> list[SolutionOnHost]:
     """The solutions that no other dominates in bytes and seconds, the fewest seconds first.
 
     They do not depend on a budget: a plan that is taken for one is looked at for every larger one.
@@ -214,7 +214,7 @@ def solutions_on_host(chain: SegmentChain, tier: HostTier, most: int) -> list[So
             if left <= tier.most:
                 seconds = float(solution.seconds[slots]) - price * tier.byte_seconds * left
                 solutions.append(
-                    SolutionOnHost(int(slots * solution.slot), seconds, tuple(_of_chain(joined, decisions)))
+                    SolutionOnHost(int(slots * solution.slot), seconds, tuple(_translate_decisions(joined, decisions)))
                 )
     best: list[SolutionOnHost] = []
     for one in sorted(solutions, key=lambda one: (one.seconds, one.bytes)):
@@ -223,7 +223,7 @@ def solutions_on_host(chain: SegmentChain, tier: HostTier, most: int) -> list[So
     return best
 
 
-def _of_chain(joined: ChainOnHost, decisions: Sequence[Decision]) -> list[Decision]:
+def _translate_decisions(joined: ChainOnHost, decisions: Sequence[Decision]) -> list[Decision]:
     """Decisions with the options that the chain without a host has."""
     return [
         dataclasses.replace(decision, option=joined.origins[decision.stage][decision.option])
@@ -232,12 +232,12 @@ def _of_chain(joined: ChainOnHost, decisions: Sequence[Decision]) -> list[Decisi
     ]
 
 
-def any_fits(chain: SegmentChain, segments: Sequence[SegmentOnHost], limit: int) -> bool:
+def has_fitting_options(chain: SegmentChain, segments: Sequence[SegmentOnHost], limit: int) -> bool:
     """Return whether there are options within a limit: arguments as for :func:`decisions_at_price`."""
     return bool(levels(solve_chain(ChainOnHost.of(chain, segments, 0.0).chain, limit, FINE_SLOTS, nested=False)))
 
 
-def _most(chain: SegmentChain) -> int:
+def _bytes_for_all(chain: SegmentChain) -> int:
     """Bytes that are enough for all options."""
     return sum(max(option.held for option in stage.options) for stage in chain.stages) + max(
         max(option.forward + stage.resident_forward, option.backward + stage.resident)

@@ -113,10 +113,10 @@ class _Block:
             readers=dict(self._readers),
             ready=[position for position, count in enumerate(self._waiting) if not count],
         )
-        self._run_what_is_free(partial)
+        self._run_free_events(partial)
         return partial
 
-    def during(self, partial: _Partial, position: int) -> tuple[int, int]:
+    def bytes_during(self, partial: _Partial, position: int) -> tuple[int, int]:
         """Bytes while an event runs next, and after it."""
         made, unread, reads, candidates, workspace = self._facts[position]
         left = partial.readers
@@ -133,7 +133,7 @@ class _Block:
                 break
         return partial.live + made - written + workspace, partial.live + made - freed - unread
 
-    def then(self, partial: _Partial, position: int, high: int, after: int) -> _Partial:
+    def append_event(self, partial: _Partial, position: int, high: int, after: int) -> _Partial:
         """The partial order extended by an event and by the events that are free then; bytes as from :meth:`during`."""
         child = _Partial(
             peak=partial.peak,
@@ -144,7 +144,7 @@ class _Block:
             ready=list(partial.ready),
         )
         self._run(child, position, high, after)
-        self._run_what_is_free(child)
+        self._run_free_events(child)
         return child
 
     def _run(self, partial: _Partial, position: int, high: int, after: int) -> None:
@@ -161,7 +161,7 @@ class _Block:
             if not waiting[user]:
                 partial.ready.append(user)
 
-    def _run_what_is_free(self, partial: _Partial) -> None:
+    def _run_free_events(self, partial: _Partial) -> None:
         ran = True
         while ran:
             ran = False
@@ -169,7 +169,7 @@ class _Block:
             for position in partial.ready:
                 if not self._can_be_free[position]:
                     continue
-                high, after = self.during(partial, position)
+                high, after = self.bytes_during(partial, position)
                 # Free: no more bytes afterwards, and no new peak. Running it now can only help what follows.
                 if after <= partial.live and high <= partial.peak:
                     # ``ready`` has changed, and what was not free before may be now.
@@ -211,13 +211,13 @@ def order_events(
                 best = partial
                 below = min(below, partial.peak)
             for position in partial.ready:
-                high, after = block.during(partial, position)
+                high, after = block.bytes_during(partial, position)
                 steps.append((max(partial.peak, high), after, position, partial))
         # Only the most promising candidates are expanded.
         steps = sorted((step for step in steps if step[0] < below), key=lambda step: step[:3])
         grown: dict[frozenset[int], _Partial] = {}
         for peak, after, position, partial in steps[: width * _LOOKED_AT]:
-            child = block.then(partial, position, peak, after)
+            child = block.append_event(partial, position, peak, after)
             # Orders of the same events go on in the same ways, so only the one with the lower peak is kept.
             key = frozenset(child.order)
             if child.peak < below and (key not in grown or child.peak < grown[key].peak):

@@ -31,7 +31,7 @@ def recompute_per_use(
         the sequence; ``None`` if its peak would not be lower than the one that is known.
     """
     maker = {storage: position for position, step in enumerate(steps) if step.recipe for storage in step.makes}
-    expanded = [expansion for order in orders if (expansion := _expanded(steps, maker, order)) is not None]
+    expanded = [expansion for order in orders if (expansion := _expand(steps, maker, order)) is not None]
     lowest, sequence = min(((peak(sequence), sequence) for sequence in expanded), default=(below, []))
     if lowest >= below:
         return None
@@ -39,24 +39,24 @@ def recompute_per_use(
     # Costliest first, and for each the smallest number of runs that keeps the peak.
     for index in sorted(often, key=lambda index: -steps[index].seconds):
         for keep in range(1, sequence.count(index)):
-            tried = _without_unread(steps, maker, _at_most(sequence, index, keep))
+            tried = _drop_unread(steps, maker, _limit_repeats(sequence, index, keep))
             if peak(tried) <= lowest:
                 sequence = tried
                 break
     return sequence
 
 
-def _expanded(steps: Sequence[PlannedOp], maker: dict[int, int], readers: Sequence[int]) -> list[int] | None:
+def _expand(steps: Sequence[PlannedOp], maker: dict[int, int], readers: Sequence[int]) -> list[int] | None:
     """Every storage recomputed for each of its readers; ``None``: that takes too many steps."""
     sequence: list[int] = []
     for reader in readers:
-        sequence += (*_made_for(steps, maker, reader), reader)
+        sequence += (*_recomputed_for(steps, maker, reader), reader)
         if len(sequence) > _LONGEST:
             return None
     return sequence
 
 
-def _made_for(steps: Sequence[PlannedOp], maker: dict[int, int], reader: int) -> list[int]:
+def _recomputed_for(steps: Sequence[PlannedOp], maker: dict[int, int], reader: int) -> list[int]:
     """Positions of the recomputations for one reader, in order."""
     sequence: list[int] = []
     # Depth first with a stack. A position is pushed twice: (position, True) runs when its sources have been listed.
@@ -74,7 +74,7 @@ def _made_for(steps: Sequence[PlannedOp], maker: dict[int, int], reader: int) ->
     return sequence
 
 
-def _at_most(sequence: Sequence[int], index: int, times: int) -> list[int]:
+def _limit_repeats(sequence: Sequence[int], index: int, times: int) -> list[int]:
     """The sequence in which a step runs only the first few times."""
     kept_positions: list[int] = []
     for other in sequence:
@@ -84,7 +84,7 @@ def _at_most(sequence: Sequence[int], index: int, times: int) -> list[int]:
     return kept_positions
 
 
-def _without_unread(steps: Sequence[PlannedOp], maker: dict[int, int], sequence: Sequence[int]) -> list[int]:
+def _drop_unread(steps: Sequence[PlannedOp], maker: dict[int, int], sequence: Sequence[int]) -> list[int]:
     """The sequence without results that are not read before they are recomputed."""
     wanted: set[int] = set()
     read = []

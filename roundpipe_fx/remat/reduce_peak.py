@@ -75,14 +75,14 @@ class PeakReducer:
         )
         return shape, tuple(sorted((number(s), sizes[s], s in self._lasting) for s in self._before))
 
-    def sequences(self, most: int) -> list[tuple[list[int], int]]:
+    def find_sequences(self, most: int) -> list[tuple[list[int], int]]:
         """Sequences with their peaks: the best order of the steps, then one for each level."""
-        sequence = self._ordered(list(range(len(self._steps))))
+        sequence = self._improve_order(list(range(len(self._steps))))
         sequences = [(sequence, self._peak(sequence))]
         # Several drops may be needed before the peak falls (two tensors of equal size), so a level may take several
         # tries.
         for _ in range(_TRIES):
-            next_level = self._next_level(sequence) if len(sequences) <= most else None
+            next_level = self._drop_at_peak(sequence) if len(sequences) <= most else None
             if next_level is None:
                 break
             # The order is not improved each time: planning has to be quick.
@@ -115,7 +115,7 @@ class PeakReducer:
         orders = [readers] if order is None else [readers, [readers[position] for position in order]]
         return recompute_per_use(steps, orders, self._peak, below)
 
-    def as_they_come(self) -> list[tuple[list[int], int]]:
+    def given_order(self) -> list[tuple[list[int], int]]:
         """The steps as they are."""
         sequence = list(range(len(self._steps)))
         return [(sequence, self._peak(sequence))]
@@ -135,13 +135,13 @@ class PeakReducer:
             self._peaks[known] = self._block_peak(sequence)
         return self._peaks[known]
 
-    def _ordered(self, sequence: list[int]) -> list[int]:
+    def _improve_order(self, sequence: list[int]) -> list[int]:
         """The sequence, or a better order of it."""
         events, sizes, _ = self._events(sequence)
         order = order_events(events, sizes, self._before, self._lasting, self._peak(sequence))
         return sequence if order is None else [sequence[position] for position in order]
 
-    def _next_level(self, sequence: list[int]) -> list[int] | None:
+    def _drop_at_peak(self, sequence: list[int]) -> list[int] | None:
         """A sequence in which a storage that is alive at the peak is dropped before it and recomputed after it."""
         events, sizes, copied = self._events(sequence)
         peak = peak_of(events, sizes, self._before, self._lasting, list_live=True)
@@ -150,7 +150,7 @@ class PeakReducer:
         for position, event in enumerate(events):
             for storage in event.reads:
                 readers.setdefault(storage, []).append(position)
-        copies = self._copies(sequence, events)
+        copies = self._find_copies(sequence, events)
         best: tuple[int, float, list[int]] | None = None
         # Largest first: `peak.live` is sorted by bytes.
         for instance, _ in peak.live:
@@ -159,7 +159,7 @@ class PeakReducer:
             if instance not in copied or not later or instance in events[at].makes or at in readers[instance]:
                 continue
             position = later[0]
-            remade = self._remade(copied[instance], position, copies, readers)
+            remade = self._recompute_again(copied[instance], position, copies, readers)
             if remade is None:
                 continue
             # A peak that stays as it is counts too: several storages may have to go before it falls.
@@ -173,7 +173,7 @@ class PeakReducer:
                 best = result
         return None if best is None else best[2]
 
-    def _copies(self, sequence: Sequence[int], events: Sequence[Event]) -> dict[int, list[_Copy]]:
+    def _find_copies(self, sequence: Sequence[int], events: Sequence[Event]) -> dict[int, list[_Copy]]:
         """By storage, its recomputations in order."""
         copies: dict[int, list[_Copy]] = {}
         for number, position in enumerate(sequence):
@@ -183,7 +183,7 @@ class PeakReducer:
                     copies.setdefault(storage, []).append(_Copy(number, position, instance))
         return copies
 
-    def _remade(
+    def _recompute_again(
         self, storage: int, number: int, copies: Mapping[int, Sequence[_Copy]], readers: Mapping[int, Sequence[int]]
     ) -> list[int] | None:
         """Steps that recompute a storage at a position, from storages alive there; ``None``: it takes too many."""

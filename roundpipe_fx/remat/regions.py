@@ -6,7 +6,7 @@ from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.remat.frontier import Saving
 
 
-def within_regions(graph: OperationGraph, frontiers: list[list[Saving]]) -> list[list[Saving]]:
+def drop_over_region_budget(graph: OperationGraph, frontiers: list[list[Saving]]) -> list[list[Saving]]:
     """Leave out options that save more of a region than its budget allows.
 
     A region's budget is divided among the segments that it spans, each getting the same share of the way from the

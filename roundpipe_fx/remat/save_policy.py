@@ -1,7 +1,7 @@
 """Save policies: what is saved from forward to backward where no byte budget decides.
 
 A policy (:func:`save_all`, :func:`save_stage_inputs`, :func:`save_slot_inputs`) returns the set of forward values that
-may be saved; :func:`recompute_rest` turns that into a schedule: each stage recomputes all other values that its
+may be saved; :func:`recompute_unsaved` turns that into a schedule: each stage recomputes all other values that its
 backward reads at once, before its incoming gradients arrive. Three rules hold under every policy:
 
 - hoisted values are saved, so their operations never run twice; of ``sort`` and ``topk`` only the indices are, by which
@@ -46,7 +46,7 @@ def save_stage_inputs(joint: JointGraph) -> set[fx.Node]:
     A value that enters several stages (a skip, a rotary table) is saved once. Constants (a causal mask made from
     nothing but sizes) are not saved: recomputing them reads nothing.
     """
-    return _entering(joint, lambda node: node.meta[Mark.STAGE])
+    return _find_crossing_values(joint, lambda node: node.meta[Mark.STAGE])
 
 
 def save_slot_inputs(joint: JointGraph) -> set[fx.Node]:
@@ -57,7 +57,7 @@ def save_slot_inputs(joint: JointGraph) -> set[fx.Node]:
     forward = joint.in_phase(Phase.FORWARD)
     slot_of = _backward_slots(joint)
     fused = [node for node in forward if slot_of[node.meta[Mark.SEGMENT]] == node.meta[Mark.STAGE]]
-    entering = _entering(joint, lambda node: slot_of[node.meta[Mark.SEGMENT]])
+    entering = _find_crossing_values(joint, lambda node: slot_of[node.meta[Mark.SEGMENT]])
     return entering.union(output for node in fused for output in node_outputs(node))
 
 
@@ -73,7 +73,7 @@ def _backward_slots(joint: JointGraph) -> dict[int, int]:
     return back
 
 
-def _entering(joint: JointGraph, group: Callable[[fx.Node], int]) -> set[fx.Node]:
+def _find_crossing_values(joint: JointGraph, group: Callable[[fx.Node], int]) -> set[fx.Node]:
     """Forward values that cross from one group of nodes into another, constants left out."""
     constant: set[fx.Node] = set()
     entering: set[fx.Node] = set()
@@ -88,7 +88,7 @@ def _entering(joint: JointGraph, group: Callable[[fx.Node], int]) -> set[fx.Node
     return entering - constant
 
 
-def recompute_rest(joint: JointGraph, saved: Iterable[fx.Node]) -> RematSchedule:
+def recompute_unsaved(joint: JointGraph, saved: Iterable[fx.Node]) -> RematSchedule:
     """The schedule in which each stage recomputes everything that it reads and that is not saved.
 
     Args:
@@ -101,7 +101,7 @@ def recompute_rest(joint: JointGraph, saved: Iterable[fx.Node]) -> RematSchedule
         the schedule: recomputations early, in the order of the forward; then the backward in the graph's order.
     """
     # A saved view stands for its base; without the base in the set it would be recomputed from further back.
-    kept = _kept(joint, map(viewed, saved))
+    kept = _find_kept(joint, map(viewed, saved))
     position = {node: index for index, node in enumerate(joint.in_phase(Phase.FORWARD))}
     backward = joint.in_phase(Phase.BACKWARD)
     by_stage: dict[int, list[fx.Node]] = {}
@@ -111,7 +111,7 @@ def recompute_rest(joint: JointGraph, saved: Iterable[fx.Node]) -> RematSchedule
     # Stages from the last to the first, which is the order of the backward.
     for stage in sorted(by_stage, reverse=True):
         needed = {source for node in by_stage[stage] for source in input_nodes(node)}
-        recomputed = sorted(_closure(needed & position.keys(), kept, position), key=position.__getitem__)
+        recomputed = sorted(_find_recomputed(needed & position.keys(), kept, position), key=position.__getitem__)
         for segment, nodes in itertools.groupby(recomputed, key=lambda node: node.meta[Mark.SEGMENT]):
             blocks.append(RematBlock(segment, stage, tuple(map(_recomputed, nodes))))
     for (stage, segment), nodes in itertools.groupby(backward, key=_stage_and_segment):
@@ -127,7 +127,7 @@ def _stage_and_segment(node: fx.Node) -> tuple[int, int]:
     return node.meta[Mark.STAGE], node.meta[Mark.SEGMENT]
 
 
-def _kept(joint: JointGraph, bases: Iterable[fx.Node]) -> set[fx.Node]:
+def _find_kept(joint: JointGraph, bases: Iterable[fx.Node]) -> set[fx.Node]:
     kept = {
         base
         for base in bases
@@ -145,7 +145,7 @@ def _kept(joint: JointGraph, bases: Iterable[fx.Node]) -> set[fx.Node]:
     return kept
 
 
-def _closure(needed: Iterable[fx.Node], kept: set[fx.Node], forward: Mapping[fx.Node, int]) -> set[fx.Node]:
+def _find_recomputed(needed: Iterable[fx.Node], kept: set[fx.Node], forward: Mapping[fx.Node, int]) -> set[fx.Node]:
     """Forward nodes that must be recomputed to obtain ``needed`` from saved values and graph inputs."""
     closure: set[fx.Node] = set()
     pending = [node for node in needed if node not in kept]

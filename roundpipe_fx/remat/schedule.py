@@ -73,7 +73,7 @@ class Peak:
     live: tuple[tuple[str, int], ...]
 
 
-def just_in_time(
+def recompute_just_in_time(
     graph: OperationGraph, segment: int, available: Collection[int], wanted: Collection[int] | None = None
 ) -> list[PlannedOp]:
     """A segment's backward, with forward operations that are recomputed right before they are needed.
@@ -87,7 +87,7 @@ def just_in_time(
     stage = graph.stages[segment]
     steps: list[PlannedOp] = []
     made: set[int] = set()
-    needed = _closure(graph, operations, available, wanted)
+    needed = _find_recomputed(graph, operations, available, wanted)
 
     def make(storage: int, reader: Operation | None) -> None:
         # A stack, since recursion would be as deep as the model. Each storage is on it twice: for its sources, then for
@@ -133,7 +133,7 @@ def just_in_time(
     return steps
 
 
-def _closure(
+def _find_recomputed(
     graph: OperationGraph, operations: Sequence[Operation], available: Collection[int], wanted: Collection[int]
 ) -> set[int]:
     """Forward storages that the backward or a recomputation for it reads, except where only a mask is drawn."""
@@ -161,7 +161,7 @@ def simulate(graph: OperationGraph, schedule: PlannedSchedule, list_live: bool =
     Args:
         list_live: whether to say what lives at the peak.
     """
-    course = _course(graph, schedule)
+    course = _follow_schedule(graph, schedule)
     events, sizes = course.events, course.sizes
     # `arriving` storages are made outside: incoming gradients, the loss's, saved states of generators.
     peak = peak_of(events, sizes, (), course.lasting, course.arriving, list_live)
@@ -182,13 +182,13 @@ def simulate(graph: OperationGraph, schedule: PlannedSchedule, list_live: bool =
 
 def levels_of_schedule(graph: OperationGraph, schedule: PlannedSchedule) -> list[int]:
     """The bytes alive while each operation runs in one call: of the forward, then the loss outside, of the backward."""
-    course = _course(graph, schedule)
+    course = _follow_schedule(graph, schedule)
     return [during for during, _ in levels_of(course.events, course.sizes, course.lasting, course.arriving)]
 
 
 def footprint(graph: OperationGraph, schedule: PlannedSchedule) -> Footprint:
     """The memory footprint of one call that runs a schedule, gradients left out."""
-    return _footprint(graph, _course(graph, schedule))
+    return _footprint(graph, _follow_schedule(graph, schedule))
 
 
 def _footprint(graph: OperationGraph, course: _Course) -> Footprint:
@@ -216,7 +216,7 @@ class _Course:
     copied: dict[int, int]
 
 
-def _course(graph: OperationGraph, schedule: PlannedSchedule) -> _Course:
+def _follow_schedule(graph: OperationGraph, schedule: PlannedSchedule) -> _Course:
     steps = [step for _, block in schedule.backward for step in block]
     sizes = dict(enumerate(graph.sizes))
     sizes[_LOSS] = graph.loss_lasts
@@ -234,7 +234,7 @@ def _course(graph: OperationGraph, schedule: PlannedSchedule) -> _Course:
     arriving[0] = [*arriving.get(0, ()), *taken]
     backward, latest, copied = backward_events(graph, steps, sizes, besides)
     if any(step.early for step in steps):
-        backward = _early_first(backward)
+        backward = _move_early_first(backward)
     lasting = {_LOSS, *graph.outputs, *graph.held, *(latest.get(storage, storage) for storage in graph.gradients)}
     loss = Event(None, tuple(graph.released), (), workspace=graph.loss)
     return _Course([*graph.forward_events, loss, *backward], sizes, arriving, lasting, copied)
@@ -246,7 +246,7 @@ def _snapshots(graph: OperationGraph, step: PlannedOp) -> tuple[int, ...]:
     return () if mask_only else graph.snapshots.get(step.operation.index, ())
 
 
-def _early_first(events: Sequence[Event]) -> list[Event]:
+def _move_early_first(events: Sequence[Event]) -> list[Event]:
     # Emitted programs call the recompute module of a stage before its backward module, whatever the planned order
     # within the stage.
     """The events of a backward in the order of the programs: of each stage first those of its recompute module."""
@@ -259,7 +259,7 @@ def _early_first(events: Sequence[Event]) -> list[Event]:
 
 def peaks_by_stage(graph: OperationGraph, schedule: PlannedSchedule) -> tuple[int, dict[int, int]]:
     """The most bytes that live at one time in one call; and for each stage while its backward runs."""
-    course = _course(graph, schedule)
+    course = _follow_schedule(graph, schedule)
     peaks: dict[int, int] = {}
     levels = levels_of(course.events, course.sizes, course.lasting, course.arriving)
     for event, (during, _) in list(zip(course.events, levels, strict=True))[len(graph.forward) + 1 :]:

@@ -20,8 +20,8 @@ from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, SegmentChain
 from roundpipe_fx.remat.frontier import Known, Saving, frontier
 from roundpipe_fx.remat.reduce_peak import MAX_REMAT_LEVEL
-from roundpipe_fx.remat.regions import within_regions
-from roundpipe_fx.remat.schedule import RematChoice, just_in_time, peak_of_forward
+from roundpipe_fx.remat.regions import drop_over_region_budget
+from roundpipe_fx.remat.schedule import RematChoice, peak_of_forward, recompute_just_in_time
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class SaveOption:
     remat_level: int
 
 
-def remat_choice_of(
+def make_remat_choice(
     graph: OperationGraph, save_options: list[list[SaveOption]], decisions: list[Decision]
 ) -> RematChoice:
     """Turn decisions about a chain into a choice; ``save_options``: by segment, what its options save."""
@@ -94,7 +94,7 @@ def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
         # A segment may read everything that earlier ones have made: whether that is kept is the chain's decision.
         available |= made[segment]
     # Regions span segments, so all frontiers are needed before any is cut down.
-    frontiers = within_regions(graph, frontiers)
+    frontiers = drop_over_region_budget(graph, frontiers)
     available = set(graph.always_live)
     for segment, savings in progress(enumerate(frontiers), "the backward of each segment", graph.segments):
         leaving = storages_live_across(graph, segment, segment + 1)
@@ -103,12 +103,12 @@ def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
             # Levels matter where least is saved: there recomputed storages decide the peak.
             remat_level = MAX_REMAT_LEVEL if index == len(savings) - 1 else 0
             options += _options(blocks, segment, available, saving.saved, leaving, forward[segment], remat_level)
-        options = _worthwhile(options)
+        options = _drop_dominated(options)
         unsaved_options = _options(blocks, segment, available, frozenset(), leaving, forward[segment], MAX_REMAT_LEVEL)
         save_options.append([save_option for save_option, _ in options])
         stages.append(
             ChainStage(
-                seconds=sum(step.seconds for step in just_in_time(graph, segment, available, leaving)),
+                seconds=sum(step.seconds for step in recompute_just_in_time(graph, segment, available, leaving)),
                 forward=peak_of_forward(graph, forward[segment], leaving),
                 options=tuple(option for _, option in options),
                 unsaved_options=tuple(option for _, option in unsaved_options),
@@ -139,7 +139,7 @@ def _options(
     ]
 
 
-def _worthwhile(options: list[tuple[SaveOption, ChainStageOption]]) -> list[tuple[SaveOption, ChainStageOption]]:
+def _drop_dominated(options: list[tuple[SaveOption, ChainStageOption]]) -> list[tuple[SaveOption, ChainStageOption]]:
     """Options that no other dominates in bytes held, peak and seconds; the first stays first."""
     # Invariant: `best` is sorted by seconds, so only bytes are left to compare.
     best: list[tuple[SaveOption, ChainStageOption]] = []

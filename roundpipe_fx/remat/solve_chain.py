@@ -132,7 +132,7 @@ class _Tables:
         self.rerun: NDArray[np.float64] | None = None
         self._memory = np.arange(width)
         self._elapsed = np.concatenate([[0.0], np.cumsum([stage.seconds for stage in chain.stages])])
-        self._run = self._running()
+        self._run = self._forward_peaks()
         self._options = [self._option_arrays(stage) for stage in chain.stages]
 
     def slots(self, size: int) -> int:
@@ -149,10 +149,10 @@ class _Tables:
         """Number of live copies of saved values: in the backward, one."""
         return self.chain.times if last is None else 1
 
-    def _held(self, size: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _in_slots(self, size: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.round(size / self.slot).astype(np.int64)
 
-    def _running(self) -> NDArray[np.int64]:
+    def _forward_peaks(self) -> NDArray[np.int64]:
         """``run[i, k]``: peak bytes of running from stage i to stage k with nothing kept on the way."""
         stages = self.chain.stages
         count = len(stages)
@@ -195,7 +195,7 @@ class _Tables:
     def _solve_first(self, stage: int) -> None:
         self.first[stage] = self._seconds(stage, None, self._memory).min(0)
 
-    def _shifted(
+    def _shift(
         self, tables: NDArray[np.float64], held: NDArray[np.int64], memory: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         """Tables, row by row, shifted by the slots that a decision takes."""
@@ -207,7 +207,7 @@ class _Tables:
 
     def _ends(self, first: int, last: int | None) -> NDArray[np.int64]:
         """Stages to run on to from ``first``."""
-        end = self._end(last)
+        end = self._last_stage(last)
         if last is None and not self.chain.alone:
             end += 1
         if self.rerun is None or first == end:
@@ -220,52 +220,52 @@ class _Tables:
     def _seconds(self, first: int, last: int | None, memory: NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds of every decision at a state, a row each, by memory. The recurrence is in the module's docstring."""
         if first == last:
-            return self._keeping_nothing(first, memory)
+            return self._backward_at_once(first, memory)
         ends = self._ends(first, last)
-        rows = [self._keeping(first, last, memory)]
+        rows = [self._keep_option(first, last, memory)]
         if len(ends):
-            rows.append(self._coming_back(first, last, ends, memory))
+            rows.append(self._rerun_later(first, last, ends, memory))
         return np.concatenate(rows)
 
-    def _keeping_nothing(self, stage: int, memory: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _backward_at_once(self, stage: int, memory: NDArray[np.int64]) -> NDArray[np.float64]:
         """The last stage of a rerun forward, whose backward follows at once."""
         resident, options = self.chain.stages[stage].resident, self.chain.stages[stage].unsaved_options
         seconds = np.array([option.seconds for option in options])[:, None] + np.zeros(len(memory))
-        return self._possible(seconds, np.array([option.backward + resident for option in options]), memory)
+        return self._forbid_too_large(seconds, np.array([option.backward + resident for option in options]), memory)
 
-    def _keeping(self, first: int, last: int | None, memory: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _keep_option(self, first: int, last: int | None, memory: NDArray[np.int64]) -> NDArray[np.float64]:
         """Keep an option of the first stage and go on."""
         stage, times = self.chain.stages[first], self.times(last)
         held, seconds, forward, backward = self._options[first]
         others = held * (times - 1)  # of other microbatches
         if last is None:
             seconds = seconds + self.chain.price * held
-        if first == self._end(last):
+        if first == self._last_stage(last):
             seconds_kept = seconds[:, None] + np.zeros(len(memory))
         else:
             after = np.broadcast_to(self._rest(last)[first + 1], (len(held), self.width))
             # The first forward has to run anyway; a rerun is recomputation.
             running = 0.0 if last is None else stage.seconds
-            seconds_kept = self._shifted(after, self._held(held * times), memory) + seconds[:, None] + running
+            seconds_kept = self._shift(after, self._in_slots(held * times), memory) + seconds[:, None] + running
         needed = np.maximum(forward + others + self._resident(first, last), backward + others + stage.resident)
-        return self._possible(seconds_kept, needed, memory)
+        return self._forbid_too_large(seconds_kept, needed, memory)
 
-    def _coming_back(
+    def _rerun_later(
         self, first: int, last: int | None, ends: NDArray[np.int64], memory: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         """Run on to each of some later stages, do the backward from there, and come back."""
         assert self.rerun is not None
         times = self.times(last)
         live_across = np.append(self.chain.live_across[first], 0)[ends]
-        beyond = self._shifted(self._rest(last)[ends], self._held(live_across * times), memory)
+        beyond = self._shift(self._rest(last)[ends], self._in_slots(live_across * times), memory)
         seconds_back = beyond + self.rerun[first, ends - 1][:, memory]
         seconds_back += ((self.chain.price if last is None else 0.0) * live_across)[:, None]
         if last is not None:
             seconds_back += (self._elapsed[ends] - self._elapsed[first])[:, None]
         needed = self._run[first, ends] + live_across * (times - 1) + self._resident(first, last)
-        return self._possible(seconds_back, needed, memory)
+        return self._forbid_too_large(seconds_back, needed, memory)
 
-    def _end(self, last: int | None) -> int:
+    def _last_stage(self, last: int | None) -> int:
         """The last stage to be run."""
         return len(self.chain.stages) - 1 if last is None else last
 
@@ -277,7 +277,7 @@ class _Tables:
         """Bytes that are allocated in any case while a stage's forward runs."""
         return self.chain.stages[first].resident_forward if last is None else self.chain.stages[last].resident
 
-    def _possible(
+    def _forbid_too_large(
         self, seconds: NDArray[np.float64], needed: NDArray[np.int64], memory: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         """Infinite where there are fewer bytes than needed."""

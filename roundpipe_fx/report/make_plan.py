@@ -27,7 +27,7 @@ from roundpipe_fx.analysis.outside_loss import output_bytes
 from roundpipe_fx.analysis.program_events import Follow
 from roundpipe_fx.analysis.simulator import peak_of_course, worst_history
 from roundpipe_fx.codegen import Program, StageModule, own_nodes
-from roundpipe_fx.compiler.lowered import Lowered, course_of_programs, trained_inputs
+from roundpipe_fx.compiler.lowered import Lowered, find_trained_inputs, follow_programs
 from roundpipe_fx.compiler.planned_values import ValueCosts, allocating, hoist_reason, planned_tiles, planned_values
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.alternative_plans import PlansInTiles
@@ -154,11 +154,11 @@ def _emitted_step(
 ) -> EmittedStep:
     """Read the step off its programs, which is done when somebody looks at the plan."""
     nodes = own_nodes(joint, modules)
-    course = course_of_programs(joint, forward, backward, tangents, device, follow)
+    course = follow_programs(joint, forward, backward, tangents, device, follow)
     histories = *histories_of(device, peak_of_course(course).bytes), *now
     memory = memory_timeline(course, nodes)
     if histories:
-        trained = trained_inputs(joint)
+        trained = find_trained_inputs(joint)
         worst = worst_history(course, histories, trained)
         memory = memory_timeline(course, nodes, CachingAllocator(), trained, worst)
     return EmittedStep(memory=memory, lines=emitted_lines(modules.values(), nodes))

@@ -17,7 +17,7 @@ from roundpipe_fx.ir.alternative_plans import Alternatives, PlansInTiles, joined
 from roundpipe_fx.ir.decisions import CPU_RATES, Decisions, tiles_text
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain_search import search
-from roundpipe_fx.remat.frontier_plans import alternatives_of
+from roundpipe_fx.remat.frontier_plans import record_frontier
 from roundpipe_fx.report.memory_snapshot import changes_of_pipeline, changes_of_step, write_snapshot
 from roundpipe_fx.report.plan_details import EmittedStep, PlanDetails
 from roundpipe_fx.report.plan_json import fields_of_json, json_of_plan
@@ -220,7 +220,7 @@ class Plan(Decisions):
         if not self.trade_off or self.operations is None or self.pipeline is not None or self.budget is None:
             return Alternatives()
         points = self.trade_off if self.tiles else self._frontier_untiled
-        alternatives = alternatives_of(self.operations, points, self.budget, self.peak_bytes, self.recompute_seconds)
+        alternatives = record_frontier(self.operations, points, self.budget, self.peak_bytes, self.recompute_seconds)
         if not self.tiles or self._in_tiles is None:
             return alternatives
         longer, tiles = self.operations.seconds - self._in_tiles.seconds, tiles_text(self.tiles)

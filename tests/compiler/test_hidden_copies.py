@@ -8,16 +8,16 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundpipe_fx.compiler.hidden_copies import MayLeave, hidden_copies
+from roundpipe_fx.compiler.hidden_copies import OffloadCandidate, choose_hidden_copies
 from roundpipe_fx.ir.decisions import ValueOnHost
 
 Calls = Sequence[tuple[str, float]]
 
 
-def _value(stage: int, size: int = 1, forward: tuple[int, ...] = (), name: str = "") -> MayLeave:
+def _value(stage: int, size: int = 1, forward: tuple[int, ...] = (), name: str = "") -> OffloadCandidate:
     name = name or f"v{stage}"
     readers = *(f"stage_{reader}_forward" for reader in forward), f"stage_{stage}_backward"
-    return MayLeave(value=name, name=name, bytes=size, maker=f"stage_{stage}_forward", readers=readers)
+    return OffloadCandidate(value=name, name=name, bytes=size, maker=f"stage_{stage}_forward", readers=readers)
 
 
 def _calls(stages: int, forward: float = 1.0, backward: float = 1.0) -> tuple[Calls, Calls]:
@@ -28,13 +28,13 @@ def _calls(stages: int, forward: float = 1.0, backward: float = 1.0) -> tuple[Ca
 
 
 def _copies(
-    values: Sequence[MayLeave],
+    values: Sequence[OffloadCandidate],
     calls: tuple[Calls, Calls],
     byte_seconds: float = 1.0,
     enough: int = 10**9,
     room: int = 10**9,
 ) -> list[ValueOnHost]:
-    return hidden_copies(values, *calls, range(len(calls[1])), byte_seconds, enough, room)
+    return choose_hidden_copies(values, *calls, range(len(calls[1])), byte_seconds, enough, room)
 
 
 def test_values_leave_and_return_beside_other_stages() -> None:

@@ -16,7 +16,7 @@ from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
-from roundpipe_fx.remat.save_policy import recompute_rest, save_all
+from roundpipe_fx.remat.save_policy import recompute_unsaved, save_all
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.golden_models import GOLDEN
 from tests.graph_text import after
@@ -28,7 +28,7 @@ CPU = DEVICES["cpu"]
 def _joint(model: nn.Module, *args: object, split: bool = False, **kwargs: object) -> JointGraph:
     joint, segments = cut_segments(annotate(remove_redundant_views(capture_joint(model, *args, **kwargs)), CPU))
     joint, _ = cut_stages(joint, segments, min(2, len(segments)), lambda size: 0.0)
-    joint = apply_remat_schedule(joint, recompute_rest(joint, save_all(joint)), CPU)
+    joint = apply_remat_schedule(joint, recompute_unsaved(joint, save_all(joint)), CPU)
     return split_backward(joint) if split else joint
 
 
@@ -127,7 +127,7 @@ def test_parts_that_one_module_makes_are_added_to_one_sum() -> None:
         assert len(joint.parts) == 1
         joint, segments = cut_segments(joint)
         joint, _ = cut_stages(joint, segments, stages, lambda size: 0.0)
-        joint = apply_remat_schedule(joint, recompute_rest(joint, save_all(joint)), CPU)
+        joint = apply_remat_schedule(joint, recompute_unsaved(joint, save_all(joint)), CPU)
         inputs = example_inputs(joint)
         torch.manual_seed(0)
         before = run_joint(joint, inputs)

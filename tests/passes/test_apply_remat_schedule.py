@@ -14,7 +14,7 @@ from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.stages import cut_stages
-from roundpipe_fx.remat.save_policy import SavePolicy, recompute_rest, save_all, save_stage_inputs
+from roundpipe_fx.remat.save_policy import SavePolicy, recompute_unsaved, save_all, save_stage_inputs
 from tests.capturing import capture_joint
 from tests.graph_text import after
 
@@ -105,7 +105,7 @@ def test_a_view_that_both_phases_read_is_made_in_each() -> None:
 
 
 def _applied(joint: JointGraph, policy: SavePolicy) -> JointGraph:
-    return apply_remat_schedule(joint, recompute_rest(joint, policy(joint)), CPU)
+    return apply_remat_schedule(joint, recompute_unsaved(joint, policy(joint)), CPU)
 
 
 def test_as_text_each_stage_recomputes_what_it_needs() -> None:

@@ -14,7 +14,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph, is_view
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.cse import eliminate_common_subexpressions
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.chain_search import everything_kept
+from roundpipe_fx.remat.chain_search import save_everything
 from tests import hugging_face
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step
@@ -118,7 +118,7 @@ def test_a_plan_that_keeps_everything_shares_and_others_do_not() -> None:
     assert "".join(plan.sources().values()).count("aten._to_copy.default(") == 1
     with roundpipe_fx.measure_peak("cpu") as peak:
         compiled(**batch).backward()
-    assert peak.bytes <= plan.peak_bytes < everything_kept(Blocks(plan.operations)).peak.bytes
+    assert peak.bytes <= plan.peak_bytes < save_everything(Blocks(plan.operations)).peak.bytes
     points = plan.frontier()
     assert points[0] == (plan.peak_bytes, 0.0)
     assert all(more[0] > less[0] and more[1] < less[1] for more, less in itertools.pairwise(points))
@@ -136,7 +136,7 @@ def test_layers_of_a_llama_keep_one_mask() -> None:
     batch["attention_mask"] = (torch.arange(16) < torch.tensor([[16], [9]])).long()  # one that only a step knows
     step, compiled = compiled_step(model, batch, memory_budget=1.0)
     assert_bitwise(step, aot_eager_step(model, batch))
-    assert compiled.plan.peak_bytes < everything_kept(Blocks(compiled.plan.operations)).peak.bytes
+    assert compiled.plan.peak_bytes < save_everything(Blocks(compiled.plan.operations)).peak.bytes
 
 
 def test_as_text_what_equals_an_earlier_value_is_that_one() -> None:

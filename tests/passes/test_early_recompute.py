@@ -13,7 +13,7 @@ from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.passes.early_recompute import early_recompute
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.stages import cut_stages
-from roundpipe_fx.remat.save_policy import recompute_rest, save_stage_inputs
+from roundpipe_fx.remat.save_policy import recompute_unsaved, save_stage_inputs
 from tests.capturing import capture_joint
 from tests.graph_text import after
 
@@ -23,7 +23,7 @@ CPU = DEVICES["cpu"]
 def _joint(model: nn.Module, *inputs: torch.Tensor) -> JointGraph:
     joint, segments = cut_segments(annotate(capture_joint(model, *inputs), CPU))
     joint, _ = cut_stages(joint, segments, 1, lambda size: 0.0)
-    return apply_remat_schedule(joint, recompute_rest(joint, save_stage_inputs(joint)), CPU)
+    return apply_remat_schedule(joint, recompute_unsaved(joint, save_stage_inputs(joint)), CPU)
 
 
 def _handed_over(joint: JointGraph) -> int:

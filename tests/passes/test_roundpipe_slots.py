@@ -11,7 +11,7 @@ from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.passes.roundpipe_slots import cut_roundpipe_slots
 from roundpipe_fx.passes.segments import cut_segments
-from roundpipe_fx.remat.save_policy import recompute_rest, save_slot_inputs
+from roundpipe_fx.remat.save_policy import recompute_unsaved, save_slot_inputs
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 from tests.capturing import capture_joint
 from tests.graph_text import after
@@ -44,7 +44,7 @@ def test_forward_and_backward_are_cut_apart() -> None:
 def test_slots_keep_what_enters_them_and_the_fused_one_keeps_all() -> None:
     joint, _ = _joint()
     joint, _ = cut_roundpipe_slots(joint, RoundPipePartition(((0, 3),), (4, 5), ((2, 3), (0, 1))))
-    joint = apply_remat_schedule(joint, recompute_rest(joint, save_slot_inputs(joint)), CPU)
+    joint = apply_remat_schedule(joint, recompute_unsaved(joint, save_slot_inputs(joint)), CPU)
     again = [node for node in joint.computed() if Mark.ORIGIN in node.meta and node.meta[Mark.SECONDS]]
     repeated = {node.meta[Mark.SEGMENT] for node in again}
     assert repeated == {0, 1, 2, 3}

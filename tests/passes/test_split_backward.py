@@ -13,7 +13,7 @@ from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages
-from roundpipe_fx.remat.save_policy import recompute_rest, save_all
+from roundpipe_fx.remat.save_policy import recompute_unsaved, save_all
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.golden_models import GOLDEN
 from tests.graph_text import after
@@ -25,7 +25,7 @@ CPU = DEVICES["cpu"]
 def _joint(stages: int, run, *args, **kwargs) -> JointGraph:
     joint, segments = cut_segments(annotate(capture_joint(run, *args, **kwargs), CPU))
     joint, _ = cut_stages(joint, segments, min(stages, len(segments)), lambda size: 0.0)
-    return apply_remat_schedule(joint, recompute_rest(joint, save_all(joint)), CPU)
+    return apply_remat_schedule(joint, recompute_unsaved(joint, save_all(joint)), CPU)
 
 
 @pytest.mark.parametrize("name", GOLDEN)

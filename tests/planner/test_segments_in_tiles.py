@@ -11,7 +11,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions
-from roundpipe_fx.compiler.operations_in_tiles import summed
+from roundpipe_fx.compiler.operations_in_tiles import split_means
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.tile_loop import TileLoop
@@ -39,7 +39,7 @@ def look(
     found = []
 
     def stop(joint: JointGraph, budget: int, setting: Setting, space: object) -> Any:
-        graph = summed(joint, setting)
+        graph = split_means(joint, setting)
         found.append(with_graph(graph, TileRegions(graph).as_wide_as(0), setting))
         raise Looked
 
@@ -55,7 +55,7 @@ def look(
 @pytest.mark.parametrize("name", long_but(MODELS, quick={"dropout_mlp", "tied", "attention dropout"}))
 def test_copies_are_cut_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     staged: list[JointGraph] = []
-    operations_of = segments_in_tiles.operations_of
+    operations_of = segments_in_tiles.read_graph_operations
 
     def noted(joint: JointGraph, *args: Any) -> Any:
         staged.append(joint)
@@ -65,7 +65,7 @@ def test_copies_are_cut_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         limit = max((region.widest.meta["val"].nbytes for region in regions), default=1)
         return list(tilings_by_segment(graph, regions, limit, setting))
 
-    monkeypatch.setattr(segments_in_tiles, "operations_of", noted)
+    monkeypatch.setattr(segments_in_tiles, "read_graph_operations", noted)
     make, make_batch = MODELS[name]
     found = look(make(), make_batch(), tilings, monkeypatch)
     if not staged:
@@ -94,11 +94,11 @@ def test_each_region_is_in_one_segment(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def segments(graph: JointGraph, regions: Sequence[TileRegion], setting: Setting) -> tuple[int, int]:
         chains: list[Any] = []
-        join = segments_in_tiles.join
-        monkeypatch.setattr(segments_in_tiles, "join", lambda copies: chains.extend(copies) or join(copies))
+        join = segments_in_tiles.join_chains
+        monkeypatch.setattr(segments_in_tiles, "join_chains", lambda copies: chains.extend(copies) or join(copies))
         cut: list[JointGraph] = []
-        cut_graph = segments_in_tiles.cut
-        monkeypatch.setattr(segments_in_tiles, "cut", lambda *args: cut.append(cut_graph(*args)) or cut[-1])
+        cut_graph = segments_in_tiles.cut_graph
+        monkeypatch.setattr(segments_in_tiles, "cut_graph", lambda *args: cut.append(cut_graph(*args)) or cut[-1])
         list(tilings_by_segment(graph, regions, 1_000_000, setting))
         return len(cut[0].segments), len(chains[0].chain.stages)
 

@@ -15,7 +15,7 @@ import roundpipe_fx
 from benchmarks.lower_bound import lower_bound
 from roundpipe_fx.analysis.tiling import TileRegions
 from roundpipe_fx.budget import Found
-from roundpipe_fx.compiler.operations_in_tiles import summed, tiled
+from roundpipe_fx.compiler.operations_in_tiles import split_means, tile_graph
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.passes import pipeline
@@ -175,12 +175,12 @@ def test_no_other_tiles_make_a_shorter_step(budget: int, monkeypatch: pytest.Mon
     steps: list[float] = []
 
     def by_exhaustion(joint: Any, budget: int, setting: Setting, space: Space[Any]) -> Any:
-        graph = summed(joint, setting)
+        graph = split_means(joint, setting)
         regions = TileRegions(graph).as_wide_as(0)
         assert len(regions) == 4
         for numbers in itertools.product((1, 2, 4), repeat=len(regions)):
             tiles = [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
-            result = space.planned(tiled(graph, tiles, setting) if tiles else joint, setting, budget, budget)
+            result = space.planned(tile_graph(graph, tiles, setting) if tiles else joint, setting, budget, budget)
             if isinstance(result, Found):
                 found = result
                 steps.append(found.value.seconds)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundpipe_fx.analysis.read_operations import read_operations
-from roundpipe_fx.remat.alike import shape_of_backward
+from roundpipe_fx.remat.alike import backward_key
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.reduce_peak import MAX_REMAT_LEVEL
 from tests.remat.graphs import mlp, operations_of, staged
@@ -37,7 +37,7 @@ def test_costs_are_those_of_the_segments_own_blocks(data: st.DataObject, chain: 
 def test_layers_that_repeat_are_alike_and_others_are_not() -> None:
     blocks = Blocks(operations_of(mlp(depth=6), torch.randn(64, 16)))
     first, *inner, last = (
-        shape_of_backward(blocks.graph, segment, blocks.entering[segment], blocks.lasting[segment])[0]
+        backward_key(blocks.graph, segment, blocks.entering[segment], blocks.lasting[segment])[0]
         for segment in range(blocks.graph.segments)
     )
     assert len(inner) >= 4 and len(set(inner)) == 1

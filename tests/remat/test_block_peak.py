@@ -11,7 +11,7 @@ from torch import nn
 from roundpipe_fx.analysis.liveness import peak_of
 from roundpipe_fx.remat.block_peak import BlockPeak
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.schedule import backward_events, just_in_time
+from roundpipe_fx.remat.schedule import backward_events, recompute_just_in_time
 from tests.remat.graphs import mlp, operations_of
 
 
@@ -40,7 +40,7 @@ def test_the_peak_is_that_of_events(data: st.DataObject) -> None:
     own = sorted(storage for storage in graph.makers if graph.segment_of[storage] == segment)
     saved = set(data.draw(st.lists(st.sampled_from(own), unique=True))) if own else set()
     earlier = {storage for storage in graph.makers if graph.segment_of[storage] < segment}
-    steps = just_in_time(graph, segment, graph.always_live | earlier | saved)
+    steps = recompute_just_in_time(graph, segment, graph.always_live | earlier | saved)
     before, lasting = saved | blocks.entering[segment], blocks.lasting[segment]
     sequence = list(range(len(steps)))
     recomputed = [position for position in sequence if steps[position].recipe is not None]

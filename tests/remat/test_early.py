@@ -11,7 +11,7 @@ from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.read_operations import read_operations
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain_search import search
-from roundpipe_fx.remat.early import early_at, early_choices, early_within
+from roundpipe_fx.remat.early import find_early_choices, move_early, move_early_within_peak
 from roundpipe_fx.remat.schedule import PlannedOp, PlannedSchedule, simulate
 from tests.remat.graphs import mlp, staged
 
@@ -33,12 +33,12 @@ def _early(schedule: PlannedSchedule) -> set[int]:
 
 def test_choices_grow_and_need_no_gradient(found: tuple[OperationGraph, PlannedSchedule]) -> None:
     graph, schedule = found
-    choices = early_choices(graph, schedule)
+    choices = find_early_choices(graph, schedule)
     assert set(choices) == {0, 1, 2} and any(len(own) > 1 for own in choices.values())
     for own in choices.values():
         assert own[0] == frozenset()
         assert all(smaller < larger for smaller, larger in itertools.pairwise(own))
-    most = early_at(schedule, choices, {stage: len(own) - 1 for stage, own in choices.items()})
+    most = move_early(schedule, choices, {stage: len(own) - 1 for stage, own in choices.items()})
     available = set(graph.makers)
     for step in _steps(most):
         if step.early:
@@ -51,7 +51,7 @@ def test_choices_grow_and_need_no_gradient(found: tuple[OperationGraph, PlannedS
 def test_what_is_early_does_not_raise_the_peak(found: tuple[OperationGraph, PlannedSchedule]) -> None:
     graph, schedule = found
     peak = simulate(graph, schedule).bytes
-    free, beside = early_within(graph, schedule, ()), early_within(graph, schedule, (0, 1, 2))
+    free, beside = move_early_within_peak(graph, schedule, ()), move_early_within_peak(graph, schedule, (0, 1, 2))
     assert _early(free) and _early(free) <= _early(beside)
     assert simulate(graph, free).bytes == simulate(graph, beside).bytes == peak
     assert free.seconds == beside.seconds == schedule.seconds
@@ -59,7 +59,7 @@ def test_what_is_early_does_not_raise_the_peak(found: tuple[OperationGraph, Plan
 
 def test_what_only_gradients_of_parameters_need_is_not_early(found: tuple[OperationGraph, PlannedSchedule]) -> None:
     graph, schedule = found
-    whole, split = early_choices(graph, schedule), early_choices(graph, schedule, split=True)
+    whole, split = find_early_choices(graph, schedule), find_early_choices(graph, schedule, split=True)
     for stage, own in split.items():
         assert own[-1] <= whole[stage][-1]
     for stage, own in split.items():
@@ -72,4 +72,4 @@ def test_nothing_recomputed_is_nothing_early() -> None:
     graph = read_operations(*staged(mlp(depth=2), torch.randn(64, 16), stages=2))
     kept = search(Blocks(graph)).candidates[0].schedule
     assert kept.seconds == 0
-    assert early_within(graph, kept, (0, 1)) is kept
+    assert move_early_within_peak(graph, kept, (0, 1)) is kept

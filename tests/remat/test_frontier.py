@@ -9,7 +9,7 @@ import torch
 
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.remat.frontier import frontier
-from roundpipe_fx.remat.schedule import just_in_time
+from roundpipe_fx.remat.schedule import recompute_just_in_time
 from tests.golden_models import MixtureOfExperts
 from tests.remat.graphs import mlp, operations_of
 
@@ -30,7 +30,7 @@ def test_no_subset_is_better_than_the_hull(segment: int) -> None:
     points = []
     for count in range(len(own) + 1):
         for saved in itertools.combinations(own, count):
-            steps = just_in_time(graph, segment, available | set(saved))
+            steps = recompute_just_in_time(graph, segment, available | set(saved))
             used = {s for step in steps for s in step.reads} & set(saved)
             points.append((sum(graph.sizes[s] for s in used), sum(step.seconds for step in steps)))
     for high, low in itertools.pairwise(found):
@@ -48,7 +48,7 @@ def test_what_a_vertex_says_is_what_its_backward_costs() -> None:
     for segment in range(graph.segments):
         needed, available = _segment(graph, segment)
         for saving in frontier(graph, needed, available, {}):
-            steps = just_in_time(graph, segment, available | saving.saved)
+            steps = recompute_just_in_time(graph, segment, available | saving.saved)
             found = sum(step.seconds for step in steps)
             if any(step.operation.node.target is torch.ops.aten.native_dropout.default for step in steps):
                 assert found <= saving.seconds * (1 + 1e-9)  # one drawing may give both the values and the mask
@@ -71,6 +71,6 @@ def test_hoisted_values_are_never_made_again() -> None:
     for segment in range(graph.segments):
         needed, available = _segment(graph, segment)
         for saving in frontier(graph, needed, available, {}):
-            steps = just_in_time(graph, segment, available | saving.saved)
+            steps = recompute_just_in_time(graph, segment, available | saving.saved)
             for step in steps:
                 assert step.recipe is None or graph.must_save.isdisjoint(step.makes)

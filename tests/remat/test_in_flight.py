@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, SegmentChain
-from roundpipe_fx.remat.chain_search import work_out
-from roundpipe_fx.remat.in_flight import SegmentRun, as_one_choice, points_of_run
+from roundpipe_fx.remat.chain_search import make_schedule_of_choice
+from roundpipe_fx.remat.in_flight import SegmentRun, find_points_of_run, merge_choices
 from roundpipe_fx.remat.schedule import PlannedOp, PlannedSchedule
 from roundpipe_fx.remat.segment_chain import chain_of
 from roundpipe_fx.remat.solve_chain import solve_chain
@@ -69,7 +69,7 @@ def test_nothing_need_be_kept_of_the_last_link() -> None:
     assert several.seconds[4] == 6 and np.isinf(several.seconds[3]), "what enters the first alone"
     decisions = several.decisions(4)
     assert [decision.until for decision in decisions] == [2, 1, 1, 0]
-    assert several.chain.needed(decisions) == 4 and sum(map(several.chain.kept_at, decisions)) == 0
+    assert several.chain.needed(decisions) == 4 and sum(map(several.chain.bytes_kept, decisions)) == 0
 
 
 def test_the_more_are_in_flight_the_less_is_kept() -> None:
@@ -78,7 +78,7 @@ def test_the_more_are_in_flight_the_less_is_kept() -> None:
     for first, end in ((0, graph.segments), (1, graph.segments)):
         least = []
         for in_flight in (1, 8):
-            points = points_of_run(graph, chain, save_options, SegmentRun(first, end, frozenset([0]), in_flight))
+            points = find_points_of_run(graph, chain, save_options, SegmentRun(first, end, frozenset([0]), in_flight))
             seconds = [point.seconds for point in points]
             assert seconds == sorted(seconds) and seconds[0] == 0 < seconds[-1]
             choice = points[-1].choice()
@@ -94,12 +94,16 @@ def test_choices_of_parts_are_one_choice() -> None:
     chain, save_options = chain_of(blocks)
     middle = graph.segments // 2
     runs = [SegmentRun(0, middle, frozenset([0]), 4), SegmentRun(middle, graph.segments, frozenset([1]), 2)]
-    ladders = [points_of_run(graph, chain, save_options, run) for run in runs]
-    recomputing = work_out(blocks, as_one_choice([ladders[0][-1].choice(), ladders[1][0].choice()]))
+    ladders = [find_points_of_run(graph, chain, save_options, run) for run in runs]
+    recomputing = make_schedule_of_choice(blocks, merge_choices([ladders[0][-1].choice(), ladders[1][0].choice()]))
     assert all(graph.segment_of[step.operation.makes[0]] < middle for step in _again(recomputing.schedule)), (
         "only one recomputes per use"
     )
-    assert 0 < recomputing.seconds < work_out(blocks, as_one_choice([own[-1].choice() for own in ladders])).seconds
+    assert (
+        0
+        < recomputing.seconds
+        < make_schedule_of_choice(blocks, merge_choices([own[-1].choice() for own in ladders])).seconds
+    )
 
 
 def _again(schedule: PlannedSchedule) -> list[PlannedOp]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, SegmentChain
-from roundpipe_fx.remat.options_in_tiles import ChainInTiles, join, tiled_segments
+from roundpipe_fx.remat.options_in_tiles import ChainInTiles, join_chains, solve_joined
 
 LIMIT = 1000
 """One byte is a slot then: nothing is rounded."""
@@ -64,7 +64,7 @@ def all_choices(copies: Sequence[ChainInTiles]) -> Iterator[tuple[tuple[int, ...
 @given(copies_strategy())
 def test_the_best_of_all_copies_is_found(copies: list[ChainInTiles]) -> None:
     every = list(all_choices(copies))
-    found = list(tiled_segments(join(copies), LIMIT))
+    found = list(solve_joined(join_chains(copies), LIMIT))
     within = [seconds for _, needed, seconds in every if needed <= LIMIT * 1.1]
     assert bool(found) == bool(within)
     if found:
@@ -79,7 +79,7 @@ def test_the_best_of_all_copies_is_found(copies: list[ChainInTiles]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(copies_strategy())
 def test_each_next_one_takes_longer_and_other_copies(copies: list[ChainInTiles]) -> None:
-    found = list(tiled_segments(join(copies), LIMIT))
+    found = list(solve_joined(join_chains(copies), LIMIT))
     assert [seconds for seconds, _ in found] == sorted({seconds for seconds, _ in found})
     assert len({numbers for _, numbers in found}) == len(found)
 
@@ -91,6 +91,6 @@ def test_options_that_another_copy_dominates_are_left_out() -> None:
 
     whole = copy(10.0, ChainStageOption(8, 0.0, 9, 9), ChainStageOption(2, 4.0, 9, 9))
     tiled = copy(11.0, ChainStageOption(2, 0.0, 5, 5), ChainStageOption(8, 0.5, 9, 9))
-    joined = join([whole, tiled])
+    joined = join_chains([whole, tiled])
     assert joined.copies == ((0, 1),)
     assert joined.chain.stages[0].options == (ChainStageOption(8, 0.0, 9, 9), ChainStageOption(2, 1.0, 5, 5))

@@ -10,7 +10,7 @@ from torch import nn
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.recompute_per_use import recompute_per_use
-from roundpipe_fx.remat.schedule import just_in_time
+from roundpipe_fx.remat.schedule import recompute_just_in_time
 from tests.hugging_face import gpt2, language_batch
 from tests.remat.graphs import operations_of
 
@@ -43,7 +43,7 @@ def test_the_backward_of_gelu_needs_four_wide_values_at_a_time() -> None:
 
 def test_what_fits_is_not_made_again() -> None:
     graph, segment, available = _mlp_of_gpt2()
-    steps = just_in_time(graph, segment, available)
+    steps = recompute_just_in_time(graph, segment, available)
     readers = [position for position, step in enumerate(steps) if step.recipe is None]
     sequence = recompute_per_use(steps, [readers], lambda sequence: 1, below=2)
     assert sequence is not None and sorted(sequence) == list(range(len(steps)))  # if memory does not matter

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain_search import SearchResult, refine, search
-from roundpipe_fx.remat.choose import choose, refusal
+from roundpipe_fx.remat.choose import choose, write_refusal
 from tests.remat.graphs import mlp, operations_of
 
 GRAPH = operations_of(mlp(depth=12), torch.randn(512, 16))
@@ -66,4 +66,4 @@ def test_what_programs_need_beyond_what_was_simulated_counts_for_those_that_need
     assert choose(GRAPH, limit + 99, margin=100).fits
     assert not choose(GRAPH, limit + 99, margin=100, emitted=[(item, limit + 100)]).fits
     assert choose(GRAPH, limit + 100, margin=200, emitted=[(item, limit + 100)]).fits
-    assert f"at least {limit + 100} bytes" in refusal(choose(GRAPH, limit - 1), limit + 100, limit - 1)
+    assert f"at least {limit + 100} bytes" in write_refusal(choose(GRAPH, limit - 1), limit + 100, limit - 1)

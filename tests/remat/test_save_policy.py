@@ -15,7 +15,7 @@ import roundpipe_fx
 from roundpipe_fx.codegen import emit_backward_program, emit_forward_program
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, node_outputs, saved_values
-from roundpipe_fx.remat.save_policy import recompute_rest, save_all, save_stage_inputs
+from roundpipe_fx.remat.save_policy import recompute_unsaved, save_all, save_stage_inputs
 from roundpipe_fx.runtime.executor import load_program
 from roundpipe_fx.runtime.stage_compiler import compile_stages
 from tests import listed
@@ -108,7 +108,7 @@ def test_any_set_of_kept_values_gives_the_same_bits(data: st.DataObject, chain: 
     expected = run_joint(joint, copy.deepcopy(inputs))
     values = [output for node in joint.in_phase(Phase.FORWARD) for output in node_outputs(node)]
     keep = {value for value in values if data.draw(st.booleans())}
-    joint = listed.planned(joint, setting, recompute_rest(joint, keep), early=True)
+    joint = listed.planned(joint, setting, recompute_unsaved(joint, keep), early=True)
     joint.graph.lint()
     torch.manual_seed(1)
     found = _run_programs(joint, setting, inputs)
@@ -122,7 +122,7 @@ def test_full_keeps_what_enters_a_stage_and_what_is_hoisted() -> None:
     joint, setting = _staged(RandomModel([("linear", 0), ("gelu", 0), ("route", 0)] * 3), torch.randn(5, 4), stages=3)
     entering = save_stage_inputs(joint)
     names = {node.name for node in entering}
-    joint = listed.planned(joint, setting, recompute_rest(joint, entering))
+    joint = listed.planned(joint, setting, recompute_unsaved(joint, entering))
     saved = [node for node in saved_values(joint) if node.op != "placeholder"]
     for node in saved:
         maker = node.args[0] if node.name not in names and isinstance(node.args[0], torch.fx.Node) else node
@@ -134,13 +134,13 @@ def test_full_keeps_what_enters_a_stage_and_what_is_hoisted() -> None:
 
 def test_none_repeats_only_views() -> None:
     joint, setting = _staged(TiedTransformer(), torch.randint(16, (2, 4)), torch.randint(16, (2, 4)))
-    joint = listed.planned(joint, setting, recompute_rest(joint, save_all(joint)))
+    joint = listed.planned(joint, setting, recompute_unsaved(joint, save_all(joint)))
     assert all(node.meta[Mark.SECONDS] == 0 for node in joint.computed() if Mark.ORIGIN in node.meta)
 
 
 def test_phases_depend_on_each_other_in_order() -> None:
     joint, setting = _staged(TiedTransformer(), torch.randint(16, (2, 4)), torch.randint(16, (2, 4)))
-    joint = listed.planned(joint, setting, recompute_rest(joint, save_stage_inputs(joint)), early=True)
+    joint = listed.planned(joint, setting, recompute_unsaved(joint, save_stage_inputs(joint)), early=True)
     tangents = set(joint.tangents)
     for node in joint.in_phase(Phase.RECOMPUTE):
         for source in input_nodes(node):

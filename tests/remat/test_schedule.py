@@ -15,7 +15,7 @@ from roundpipe_fx.analysis.simulator import peak_of_course
 from roundpipe_fx.codegen import emit_backward_program, emit_forward_program
 from roundpipe_fx.remat.blocks import Blocks, planned_schedule
 from roundpipe_fx.remat.chain_search import search
-from roundpipe_fx.remat.early import early_at, early_choices, early_within
+from roundpipe_fx.remat.early import find_early_choices, move_early, move_early_within_peak
 from roundpipe_fx.remat.reduce_peak import MAX_REMAT_LEVEL
 from roundpipe_fx.remat.schedule import RematChoice, remat_schedule, simulate
 from tests import listed
@@ -46,9 +46,9 @@ def test_any_choice_gives_the_same_bits_within_the_simulated_bytes(
             held[segment] = frozenset(s for s in earlier if data.draw(st.booleans()))
     remat_level = {segment: data.draw(st.integers(0, MAX_REMAT_LEVEL + 1)) for segment in range(segments)}
     schedule = planned_schedule(Blocks(graph), RematChoice(kept, held, remat_level))
-    choices = early_choices(graph, schedule)
+    choices = find_early_choices(graph, schedule)
     level = {stage: data.draw(st.integers(0, len(own) - 1)) for stage, own in choices.items()}
-    schedule = early_at(schedule, choices, level)
+    schedule = move_early(schedule, choices, level)
     planned = simulate(graph, schedule)
     joint = listed.planned(joint, setting, remat_schedule(graph, schedule))
     joint.graph.lint()
@@ -74,7 +74,7 @@ def test_plans_that_are_found_are_simulated_to_the_byte(chain: list, stages: int
     graph = read_operations(joint, segments)
     candidates = search(Blocks(graph)).candidates
     chosen = candidates[round(place * (len(candidates) - 1))]
-    early = early_within(graph, chosen.schedule, range(stages))
+    early = move_early_within_peak(graph, chosen.schedule, range(stages))
     joint = listed.planned(joint, setting, remat_schedule(graph, early))
     modules = listed.stage_modules(joint, setting)
     forward, backward = emit_forward_program(joint, modules), emit_backward_program(joint, modules)

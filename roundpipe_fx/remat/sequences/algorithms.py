@@ -47,14 +47,14 @@ def persistent(chain: Chain, limit: int, slots: int = 500) -> Sequence:
     # The chain's input lives for the whole step, and is not part of the dynamic program.
     memory = int(limit / slot) - counted.boundary[0]
     if memory > 0:
-        solution = solve_chain(_for_planner(counted), memory, memory, max_ends=None)
+        solution = solve_chain(_as_segment_chain(counted), memory, memory, max_ends=None)
         if np.isfinite(solution.seconds[memory]):
             operations = _operations(solution.decisions(memory), chain.length)
             return Sequence(tuple(operations), "persistent", limit)
     raise ValueError(f"no persistent sequence of this chain of {chain.length} layers fits {limit} bytes.")
 
 
-def _for_planner(chain: Chain) -> SegmentChain:
+def _as_segment_chain(chain: Chain) -> SegmentChain:
     """The chain as the planner takes it: the loss is one more stage, and incoming gradients are resident."""
     n = chain.length
     stages = []
@@ -119,17 +119,17 @@ def no_checkpoint(chain: Chain, limit: int | None = None, slots: int = 500) -> S
 
 def every_segment(chain: Chain, limit: int | None = None, slots: int = 500) -> Sequence:
     """Each layer saves its input and is recomputed: ``torch.utils.checkpoint`` around every one."""
-    return _in_segments(chain.length, 1, chain.length, "every-segment", limit)
+    return _checkpoint_segments(chain.length, 1, chain.length, "every-segment", limit)
 
 
 def periodic(chain: Chain, limit: int | None = None, slots: int = 500) -> Sequence:
     """√n segments save their input and are recomputed, all but the last (Chen et al., 2016)."""
     # √n segments of √n layers: 2√n saved inputs at the peak, at the price of one more forward.
     count = max(round(math.sqrt(chain.length)), 1)
-    return _in_segments(chain.length, chain.length // count, count - 1, "periodic", limit)
+    return _checkpoint_segments(chain.length, chain.length // count, count - 1, "periodic", limit)
 
 
-def _in_segments(n: int, size: int, count: int, name: str, limit: int | None) -> Sequence:
+def _checkpoint_segments(n: int, size: int, count: int, name: str, limit: int | None) -> Sequence:
     """The first ``count`` segments of equal size are recomputed, the others are saved."""
     operations: list[SequenceOperation] = []
     starts = [size * k for k in range(count)]
