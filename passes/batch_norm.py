@@ -1,4 +1,4 @@
-"""batch_norm: its gradient does not get the running statistics, which it does not read in training.
+"""batch_norm: drop saved running statistics, which the gradient does not read in training.
 
 Autograd passes them to the kernel all the same. In a traced graph they are results of the forward, not the caller's
 buffers, so each would needlessly be saved for the backward.

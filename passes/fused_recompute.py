@@ -1,4 +1,4 @@
-"""fused_recompute: values that a compiler computes in the kernels that read them are not handed over to the backward.
+"""fused_recompute: recompute values inside the kernels that read them, instead of saving them for the backward.
 
 Runs in compiled stages, after recomputation has been written into the graph. A forward value that the backward reads is
 replaced by operations beside its readers, if these start from narrower values, or from such as are handed over anyway::

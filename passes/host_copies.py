@@ -1,4 +1,4 @@
-"""host_copies: values leave for the host in the forward's program, and come back in the backward's.
+"""host_copies: copy offloaded values to the host in the forward's program, and back in the backward's.
 
 A value that leaves is copied as soon as the stage that computes it has been called, beside what runs next, and its
 memory on the device is freed after a later call, which may be the one that reads it last. On its way back it is copied

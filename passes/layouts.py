@@ -1,4 +1,4 @@
-"""layouts: values have the strides that the graph records.
+"""layouts: restore the strides recorded in the graph.
 
 The graph records the strides that fake kernels chose while it was traced, and much depends on them: views (``view``
 fails where dimensions are not adjacent, ``as_strided`` reads other elements), operations that write over an operand

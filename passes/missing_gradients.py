@@ -1,4 +1,4 @@
-"""missing_gradients: gradients that no step is expected to pass are expanded zeros in compiled stages.
+"""missing_gradients: expand zeros in compiled stages for incoming gradients that are not expected.
 
 A compiled stage reads its inputs in the strides for which it was compiled. An output that no loss reads, such as the
 logits beside a loss, has a gradient of zeros; with strides of 0 one element is all that is allocated::

@@ -1,4 +1,4 @@
-"""unread_outputs: an output that the caller drops unread is not returned, but the narrow value it is computed from.
+"""unread_outputs: return the narrow values from which outputs are computed, instead of outputs that nobody reads.
 
 A language model returns its scores beside the loss. Where the caller takes the loss alone, nothing but the loss reads
 them, so they may be computed one tile at a time, once they are no output::

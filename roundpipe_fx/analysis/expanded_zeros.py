@@ -1,7 +1,7 @@
-"""Expanded zeros: how incoming gradients come in that no step is expected to pass.
+"""Expanded zeros: the representation of incoming gradients that are not expected to arrive.
 
-Their one element is all that is allocated. Kernels that cannot read it in place of each number copy them first, so
-their workspaces are measured with such operands.
+Only one element is allocated. Kernels that cannot read expanded operands copy them first, so their workspaces are
+measured with such operands.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Learned: what a plan assumes about run time, and what steps have shown.
+"""Learned facts: the assumptions of a plan about run time, and the observations of steps that correct them.
 
 Sizes that depend on data (how many tokens an expert gets) are known only when a step runs. The first plan assumes their
 upper bounds; the first step shows real sizes; the next plan assumes those plus headroom. A step that exceeds the

@@ -40,7 +40,7 @@ class WrapperMemory:
 
 
 def wrapper_memory_of(models: Iterable[nn.Module]) -> WrapperMemory:
-    """Find the allocations of FSDP2 and DDP beside the graphs of models, and the DDP whose forward is running."""
+    """Find the memory that FSDP2 and DDP allocate outside compiled graphs, and the DDP whose forward is running."""
     gathered = parts = buckets = 0
     for model in models:
         gathered += torch_private.gathered_bytes(model)

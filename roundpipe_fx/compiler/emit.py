@@ -26,8 +26,8 @@ from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.values_on_host import (
     find_offload_candidates,
     is_host_requested,
-    place_hidden_copies,
-    place_requested_copies,
+    schedule_hidden_copies,
+    schedule_requested_copies,
 )
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, tensor_values
 from roundpipe_fx.passes.entry import PassLevel
@@ -104,11 +104,11 @@ def emit(
             values = find_offload_candidates(joint, forward, backward, tangents, device_of(joint).type, granularity)
             if setting.sent:
                 byte_seconds = 1 / setting.costs.host
-                copies = place_hidden_copies(
+                copies = schedule_hidden_copies(
                     values, forward, backward, seconds, byte_seconds, setting.sent, setting.room
                 )
             else:
-                copies = place_requested_copies(values, forward, backward)
+                copies = schedule_requested_copies(values, forward, backward)
             setting = setting.with_decisions(host_copies=copies)
         offloaded = {copy.value for copy in setting.context.host_copies}
         # The copy back of a value is waited for on the main stream alone.

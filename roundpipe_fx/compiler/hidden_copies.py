@@ -1,14 +1,15 @@
-"""Hidden copies: values that leave for the host because the link has the time to take them there and back.
+"""Hidden copies: offload the values that the link can carry both ways before anything waits for them.
 
-A stage is computed while earlier ones' values are copied, in the order in which they are made; in the backward they
-come back in the order in which they are read. What has not left by the end of the forward, or would come back late,
-stays. So, by the modelled seconds, nothing waits for a copy, and the device has room for other values, which then are
-not recomputed. ::
+In the forward, values are copied in the order in which they are computed, while later stages run. In the backward they
+return in the order in which they are read. A value stays if its copy would not end before the forward does, or would
+return late. So, by the modelled seconds, nothing waits for a copy, and the freed memory lets other values be saved
+instead of recomputed. ::
 
     device   F0      F1      F2      F3      B3      B2      B1      B0
     link          └ of 0 ──┘└ of 1 ──┘              └ of 1 ──┘└ of 0 ──┘
 
-Values of the first stages leave first: they are away the longest, and one after another as many as are asked for.
+Values of the first stages are offloaded first, since they are unused for the longest time, until enough bytes are
+freed.
 """
 
 from __future__ import annotations

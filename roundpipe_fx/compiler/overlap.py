@@ -33,13 +33,13 @@ class UnfilledFractions:
             self._small[part] += seconds
 
     def overlap_pays(self, *parts: tuple[int, Phase]) -> bool:
-        """Return whether one of these parts leaves the device so idle that another can run beside it."""
+        """Return whether one of these parts leaves enough of the device idle for another to overlap with it."""
         # Half of the time without a full device: another part may run beside it.
         return any(self._small[part] >= self._seconds[part] / 2 for part in parts)
 
 
 def stages_to_overlap(joint: JointGraph, full: int) -> set[int]:
-    """Stages whose recomputation gains by running beside the backward of the stage before it.
+    """Find the stages whose recomputation should overlap with the preceding backward.
 
     Args:
         joint: a graph with stages.

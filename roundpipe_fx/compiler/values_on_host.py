@@ -1,9 +1,8 @@
-"""Values on the host, where programs run: which of them may leave, which do, and beside what they are copied.
+"""Offloaded values of programs: candidates, the choice among them, and the stage calls that overlap with their copies.
 
-A value leaves if it alone refers to its memory, and if something runs between the copy to the host and the copy back:
-those of the last stage stay, since its backward follows at once. Of values that the user wants there, each copy has one
-call of the forward beside it, and the backward of one stage. Others leave if their copies are hidden
-(:mod:`roundpipe_fx.compiler.hidden_copies`).
+A value is a candidate if no other value shares its memory and if a call runs between its two copies: values of the last
+stage stay, since its backward follows at once. For a value that the user marked, each copy overlaps with one stage
+call. Other values are offloaded only if their copies are hidden (:mod:`roundpipe_fx.compiler.hidden_copies`).
 """
 
 from __future__ import annotations
@@ -76,14 +75,14 @@ def find_offload_candidates(
     return values
 
 
-def place_requested_copies(
+def schedule_requested_copies(
     values: Sequence[OffloadCandidate], forward: Program, backward: Program
 ) -> list[ValueOnHost]:
     """Values that the user wants on the host, and when they are copied."""
-    return [copy for value in values if value.wanted for copy in _place_copies(value, forward.calls, backward.calls)]
+    return [copy for value in values if value.wanted for copy in _schedule_copies(value, forward.calls, backward.calls)]
 
 
-def place_hidden_copies(
+def schedule_hidden_copies(
     values: Sequence[OffloadCandidate],
     forward: Program,
     backward: Program,
@@ -92,7 +91,7 @@ def place_hidden_copies(
     enough: int,
     room: int,
 ) -> list[ValueOnHost]:
-    """Values that leave though the user has not asked for it, as their copies are hidden.
+    """Choose values to offload whose copies are hidden; the user has not marked these.
 
     Args:
         seconds: modelled, by stage and phase.
@@ -109,7 +108,7 @@ def place_hidden_copies(
     return choose_hidden_copies(values, timed(forward), timed(backward), starts, byte_seconds, enough, room)
 
 
-def _place_copies(
+def _schedule_copies(
     value: OffloadCandidate, forward: Sequence[StageModule], backward: Sequence[StageModule]
 ) -> list[ValueOnHost]:
     """The copy of a value that the user wants on the host; none if nothing would run while it is there."""

@@ -1,4 +1,4 @@
-"""Gathering: the parameters of a stage, from the replicas that share them out, for as long as the stage runs.
+"""Gathering: all-gathers the sharded parameters of a stage from the replicas while the stage runs.
 
 Where a tensor of an offloaded model is copied from the host, that of a sharded one is gathered; when is the same
 (:mod:`roundpipe_fx.runtime.prefetch`). The gathers for the next residency window are started before the current one

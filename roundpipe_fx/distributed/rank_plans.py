@@ -1,4 +1,4 @@
-"""Rank plans: what is worked out once for each schedule of a pipeline over processes, and compared by its ranks.
+"""Rank plans: the transfers and texts that ranks compute once for each schedule of a pipeline, and compare.
 
 Ranks compare texts of batches, graphs and gradients, without addresses and numbers of devices.
 """

@@ -1,4 +1,4 @@
-"""The end of a run: the one exchange in which ranks tell each other whether they have failed, and what all need.
+"""The end of a run: one exchange of failures, losses and generator states between all ranks.
 
 It is a maximum over ranks, byte by byte, of a record in which each rank writes what it alone knows::
 

@@ -1,4 +1,4 @@
-"""Sharding: parameters that replicas share out among each other, as FSDP2's ``fully_shard`` does (ZeRO-3).
+"""Sharding: parameters are sharded across replicas, as by FSDP2's ``fully_shard`` (ZeRO-3).
 
 Each replica has some rows of every parameter, as a ``DTensor``: that is what the user's optimizer and checkpoints see.
 The traced parameter stays the same object, without memory; a stage that reads it has it gathered before

@@ -1,4 +1,4 @@
-"""Causal masks: attention whose mask is causal, or masks nothing, is told so and gets no mask.
+"""Causal masks: replace an attention mask that is causal, or masks nothing, by ``is_causal`` or no mask.
 
 Hugging Face's models leave a causal mask out where they run eagerly, and pass ``is_causal=True``; a mask that masks
 nothing they leave out too. While Dynamo traces they cannot look at values, so they build every mask as a tensor of

@@ -1,7 +1,7 @@
-"""Own gradients: operations whose gradient is the model's choice, and cannot be told from what the forward computes.
+"""Own gradients: operations whose gradient the model defines, so that it does not follow from the forward.
 
-A joint graph has the forward and the backward; what ``no_grad``, ``detach`` or an ``autograd.Function`` has made of the
-latter is in it. Whoever takes the forward alone and lets autograd differentiate it again would get other gradients.
+The backward in a joint graph includes the effects of ``no_grad``, ``detach`` and ``autograd.Function``. Differentiating
+its forward again by autograd would give other gradients.
 """
 
 from __future__ import annotations

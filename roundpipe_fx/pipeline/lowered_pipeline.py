@@ -147,7 +147,7 @@ def gaps(schedule: Schedule, costs: StepCosts) -> list[KeptGathered]:
 
 
 def has_host(setting: Setting, pipelining: Pipelining) -> bool:
-    """Return whether there is a host beside the devices, for which values can leave."""
+    """Return whether values can be offloaded to a host."""
     device = setting.options.device or setting.device
     return pipelining.offloaded or device.type != "cpu"
 

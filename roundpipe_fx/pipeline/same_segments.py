@@ -1,4 +1,4 @@
-"""The same segments in another graph of the same model: microbatches of another shape are cut where the first were.
+"""Equal cuts: cut the graph of a microbatch of another shape at the operations at which the first graph was cut.
 
 Where a graph is narrow depends on its shapes, and the number of segments depends on where it is narrow. So a cut is
 remembered by the operation after it: its kind, and how many of that kind come before it. This finds the same operation

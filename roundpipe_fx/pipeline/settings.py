@@ -160,8 +160,8 @@ class Pipelining:
 
     @property
     def sends_unasked(self) -> bool:
-        """Permission for values to leave for the host though the user has not asked for it. Processes must plan alike,
-        and what is available may differ."""
+        """Permission to offload values without a request. Processes need equal plans, and their free host memory may
+        differ."""
         return (self.host_budget is None and not self.over_processes) or bool(self.host_budget)
 
     @property

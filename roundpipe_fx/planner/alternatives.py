@@ -1,6 +1,7 @@
-"""The pipelines that were simulated for a budget, as the page of the chosen one's plan shows them.
+"""Alternatives: the pipelines that were simulated for a budget, recorded for the page of the chosen plan.
 
-Each is a graph with thousands of nodes, so none is kept: what the page shows is noted when one of them is chosen.
+Each is a graph with thousands of nodes, so none is kept. Their figures, saved values and memory curves are recorded as
+plain data when one of them is chosen.
 """
 
 from __future__ import annotations

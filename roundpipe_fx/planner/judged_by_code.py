@@ -1,10 +1,10 @@
-"""Plans for stages that Inductor compiles, judged by the code that it writes for them.
+"""Plans for stages compiled by Inductor, judged by the memory of the code that Inductor writes.
 
-Simulated operation by operation, a program of such stages needs too much: values that kernels compute and read inside
-count in full, and results overwrite nothing. The code says what is really allocated
-(:mod:`roundpipe_fx.analysis.wrapper_memory`), but writing it takes a while, so few plans are judged by it. The
-planner's schedules are in order of what they recompute, and their peaks fall in that order. What code needs less than
-its operations is much the same for all, so between two that were judged it is interpolated::
+A simulation operation by operation overestimates such a program: it counts values that never leave a kernel, and no
+result overwrites an operand. The code shows the real allocations (:mod:`roundpipe_fx.analysis.wrapper_memory`), but
+writing it takes seconds, so only a few plans are judged by it. The schedules are ordered by recomputation, and their
+peaks fall in that order. The bytes that code saves compared with its operations vary little, so they are interpolated
+between judged schedules::
 
     schedules           1     2     3     4     5     6          limit 5
     operations need     9     8     7     6     5     4          5 is the first within the limit by these
@@ -53,7 +53,7 @@ def can_read_code(setting: Setting) -> bool:
 
 
 def judge_by_code(lowered: Lowered) -> Lowered:
-    """The same programs, whose peak is that of their stages' code."""
+    """Replace the peak of programs by that of their stages' code."""
     compiler = lowered.setting.compiler
     options = compiler.options if isinstance(compiler, Inductor) else ()
     return lowered.judge_by(functools.partial(follow_compiled, beyond=lowered.setting.beyond_plan, options=options))
@@ -125,7 +125,7 @@ def find_least_recomputed(
     first: int,
     judged: Mapping[int, int],
 ) -> int | None:
-    """The first schedule whose code is within a limit, as far as a few that are judged say.
+    """Find the first schedule whose code is estimated to be within a limit, judging only a few.
 
     Args:
         count: of schedules, the least recomputation first.

@@ -1,4 +1,11 @@
-"""Prices of the link to the host: for each, what its segments save if that is what a byte costs that leaves."""
+"""Link prices: the save options that segments of a pipeline choose when each offloaded byte has a price in seconds.
+
+The price is a multiple of the seconds in which the link carries a byte::
+
+    price 0        everything that saves recomputation is offloaded
+    price 1        a byte costs as much as if a device waited for its copy: little is offloaded
+    in between     the simulated schedules decide which price gives the shortest step
+"""
 
 from __future__ import annotations
 

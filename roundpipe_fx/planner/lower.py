@@ -1,4 +1,4 @@
-"""The way of the data: a captured joint graph through the passes to programs and their plan."""
+"""Lowering on one device: a captured joint graph through passes, planner and emission to programs and their plan."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def lower(
 
 
 def _leave_out_unread(joint: JointGraph, setting: Setting, names: list[str]) -> tuple[JointGraph, list[str]]:
-    """Leave out unread outputs of a graph, and what computed them alone from the names of its nodes."""
+    """Leave out unread outputs of a graph, and drop the nodes that only they need from the list of names."""
     before = {node.name for node in joint.computed()}
     joint = setting.run(joint, PassLevel.OUTPUTS)
     erased = before - {node.name for node in joint.computed()}
@@ -252,7 +252,7 @@ def requested_budget(joint: JointGraph, options: Options, device: torch.device) 
 
 
 def _with_lazy_tiled_frontier(joint: JointGraph, setting: Setting) -> Setting:
-    """The same for a graph whose plan tells, when it is asked, what plans in tiles reach."""
+    """Return the graph with a frontier of tiled plans that is computed on first use."""
     options = setting.options
     if options.tiling == "never" or options.rotor is not None:
         return setting

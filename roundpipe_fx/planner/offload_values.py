@@ -1,9 +1,9 @@
-"""Offloading values: plans that fit a budget because what a device reads again later leaves for the host.
+"""Offloading in pipelines: plans that fit a budget because devices offload values between two reads.
 
-A plan that saves much fits a small budget if enough leaves (:mod:`roundpipe_fx.schedules.choose_offloads`); one that
-saves little may fit without. Which is quicker depends on how much is recomputed and on how far the link keeps up. So
-the chain of segments is solved for several prices of a byte that the link carries
-(:mod:`roundpipe_fx.remat.options_on_host`), and the schedule of each is simulated, with the link::
+A plan that saves many values fits a small budget if enough of them are offloaded
+(:mod:`roundpipe_fx.schedules.choose_offloads`); one that saves few may fit without. The quicker one depends on the
+recomputation and on the link's speed. So the chain of segments is solved for several prices of a transferred byte
+(:mod:`roundpipe_fx.remat.options_on_host`), and the schedule of each solution is simulated with the link::
 
     price      1/64 ────── 1/16 ────── 1/4 ────── 1 ─────▶     × the seconds in which the link carries a byte
     leaves     much                               little
@@ -36,7 +36,7 @@ _SHARES = (0.9, 0.8)
 
 
 def may_offload_unasked(attempt: ScheduleEvaluation, pipelining: Pipelining) -> bool:
-    """Return whether values may leave for the host though the user has not asked for it, and have the time.
+    """Return whether values may be offloaded without a request by the user, and a copy has the time.
 
     Args:
         attempt: any, with nothing there.

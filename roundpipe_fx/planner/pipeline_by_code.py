@@ -1,7 +1,7 @@
 """Pipelines whose stages Inductor compiles, judged by the code that it writes for them.
 
-Pipelines are searched for by what their operations need. Of one that is found the code is read, and what it needs less
-than the budget, or more, is given to the next search::
+The search counts operations. The code of its result is read, and the difference between the budget and the code's bytes
+corrects the budget of the next search::
 
     budget 100      searched for within 100:  the code needs 70     fits, and recomputes
                     searched for within 130:  the code needs 103    does not fit
@@ -103,7 +103,7 @@ def _is_good(evaluation: ScheduleEvaluation, limit: int) -> bool:
 
 
 def _find_least(search: _Search, share: float) -> Found[ScheduleEvaluation] | Unmet:
-    """The pipeline whose code needs least, of those whose operations need about least."""
+    """Find the pipeline whose code needs least among those whose operations need about the least."""
     # One byte is below any plan, and the refusal names the least that operations need.
     result = search(1)
     if isinstance(result, Infeasible):

@@ -1,4 +1,15 @@
-"""Planning within a budget: the plan that recomputes least of those whose emitted programs stay within it."""
+"""Planning within a budget on one device: the least recomputation whose emitted programs stay within the budget.
+
+The planner's schedules are simulated before anything is emitted, and their programs may need a little more. A schedule
+whose programs exceed the budget is replaced by the next one, which saves less::
+
+    schedule       3 ms recomputed   5 ms   8 ms        budget 10 GiB
+    simulated      9.9 GiB           9.5    9.0
+    programs       10.1 GiB          9.6    not emitted: 5 ms is used
+
+With Inductor, programs need less than the operations do, so schedules that recompute less are tried too; with a host,
+so are plans that offload.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,11 @@
 """Costs of a graph's segments (seconds, saved bytes, parameters, gradients), read off before any stage exists.
 
-The costs of any run of segments as a stage follow from them without emitting it, so many ways to divide a model among
-devices can be compared (:mod:`roundpipe_fx.planner.step_bound`).
+The costs of any run of segments as a stage follow from them without emitting it. So many ways to divide a model among
+devices can be compared (:mod:`roundpipe_fx.planner.step_bound`). ::
+
+    segment         0     1     2     3     4
+    seconds         1.0   0.8   0.8   0.8   2.0
+    stage of 1-3    └───── 2.4 ──────┘           seconds add up; bytes do too, but for values that cross its borders
 """
 
 from __future__ import annotations

@@ -1,6 +1,12 @@
-"""Copies of a graph with its regions in ever more tiles, cut at the same places, and what each segment is best in.
+"""Copies of a graph with its regions in 1, 2, 4, … tiles, cut at the same points, and the best number for each segment.
 
-A copy is cut where the graph without tiles is, but for cuts inside a region: a loop is one operation.
+Cuts inside a region are dropped, since a loop is one operation. The chain of segments then has the options of all
+copies. ::
+
+    segment               0           1           2
+    copy with 1 tile      options     options     options
+    copy with 2 tiles     options     options     options      the chain picks one option of one copy per segment
+    copy with 4 tiles     options     options     options
 """
 
 from __future__ import annotations
@@ -50,16 +56,16 @@ def tilings_by_segment(
     setting: Setting,
     tier: HostTier | None = None,
 ) -> Iterator[tuple[float, list[tuple[TileRegion, int]]]]:
-    """Seconds that a step takes longer than with nothing recomputed, and regions with their number of tiles.
-
-    Each time less memory is needed, and more seconds.
+    """Yield tilings that need ever less memory and ever more seconds.
 
     Args:
         joint: an annotated graph that is not cut, in which means are sums; not changed.
-        regions: of this graph, that do not overlap.
+        regions: of this graph; they do not overlap.
         limit: bytes of the budget.
-        setting: what else there is to know.
-        tier: the host, where saved values may leave for it.
+        tier: the host; ``None`` if saved values may not be offloaded.
+
+    Yields:
+        seconds beyond those of a step without recomputation, and regions with their number of tiles.
     """
     regions = [region for region in regions if _widest_bytes(region) * _PARTS[-1] >= limit]
     if not regions:
@@ -74,9 +80,10 @@ def tilings_by_segment(
 
 
 def _enumerate_tile_counts(regions: Sequence[TileRegion], limit: int) -> list[_Numbers]:
-    """Powers of two, from one on, until a tile hardly counts."""
+    """List numbers of tiles for all regions: powers of two from one on, until a tile is negligible in the budget."""
     choices: list[_Numbers] = [(1,) * len(regions)]
     for part in _PARTS:
+        # All regions get tiles of about the same bytes, so that one copy of the graph serves all of them.
         most = max(limit // part, 1)
         numbers = tuple(_power_of_two(region, most) for region in regions)
         if numbers != choices[-1]:
@@ -85,7 +92,8 @@ def _enumerate_tile_counts(regions: Sequence[TileRegion], limit: int) -> list[_N
 
 
 def _power_of_two(region: TileRegion, most: int) -> int:
-    """The number of tiles whose widest value has so many bytes at most, as far as there can be so many."""
+    """The least power of two with which a tile of the widest value has at most ``most`` bytes, if the region allows
+    it."""
     parts = -(-_widest_bytes(region) // most)
     return min(max(1 << (parts - 1).bit_length(), 2), region.most_tiles)
 
@@ -102,7 +110,7 @@ def _chain_in_tiles(
     segments: _Segments,
     setting: Setting,
 ) -> ChainInTiles:
-    """The segments of a copy with regions in so many tiles."""
+    """Make the chain of a copy of the graph with these numbers of tiles."""
     tiles = [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
     copy = tile_graph(joint, tiles, setting) if tiles else joint.copy()
     tiled_setting = setting.with_decisions(segment_starts=_find_starts(copy, segments), stage_starts=(0,))
@@ -112,7 +120,7 @@ def _chain_in_tiles(
 
 
 def _merge_split_regions(joint: JointGraph, regions: Sequence[TileRegion]) -> _Segments:
-    """The segments of a graph, where those that share a region are one.
+    """Merge the segments of a graph that share a region.
 
     Args:
         joint: a graph with segments.
@@ -122,7 +130,8 @@ def _merge_split_regions(joint: JointGraph, regions: Sequence[TileRegion]) -> _S
     cut_of = {node.name: node.meta[Mark.SEGMENT] for node in forward}
     begins = [True] * len(joint.segments)
     for region in regions:
-        # What sums over classes replace is of the graph, and what they are is not.
+        # A cut inside a region would fall into its loop. Of a loss head in tiles of the vocabulary, only the operations
+        # that it replaces are in this graph; its sums over classes are not.
         covered = [cut_of[node.name] for node in region.in_phase(Phase.FORWARD) if node.name in cut_of]
         begins[min(covered) + 1 : max(covered) + 1] = [False] * (max(covered) - min(covered))
     number = [count - 1 for count in accumulate(begins)]
@@ -134,10 +143,11 @@ def _merge_split_regions(joint: JointGraph, regions: Sequence[TileRegion]) -> _S
 
 
 def _find_starts(copy: JointGraph, segments: _Segments) -> list[int]:
-    """Positions in the forward of a copy with loops at which the segments but the first begin."""
+    """Find the positions in the forward of a copy with loops at which all segments but the first begin."""
     segment_numbers: list[int] = []
     for node in copy.in_phase(Phase.FORWARD):
-        # A loop, and what is beside it, has the number of an operation of its region; its name may be another's.
+        # A loop inherits `seq_nr` from an operation of its region, which names its segment. Its own name may be that of
+        # another operation in the graph without tiles.
         is_known = node.name in segments.by_name and not isinstance(node.target, TileLoop)
         number = segments.by_name[node.name] if is_known else segments.by_seq_nr.get(node.meta.get("seq_nr", -1), 0)
         segment_numbers.append(max(segment_numbers[-1], number) if segment_numbers else number)

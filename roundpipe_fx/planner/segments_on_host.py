@@ -1,8 +1,11 @@
-"""Segments whose saved values may leave, as the planner sees them: what is on a device beside these values, and which
-of them have the time.
+"""Segments that may offload their saved values: the other bytes of their device, and the time for copies.
 
-What is there besides (weights, gradients) follows from a simulation: it is what a device holds while a stage runs with
-everything saved, less what the chain of segments counts for that.
+The other bytes (weights, gradients) follow from one simulation in which everything is saved and stays. They are the
+bytes on the device while a stage runs, less those that the chain of segments counts for it. ::
+
+    on the device while stage s runs     ████████████████████████     simulated
+    counted by the chain                 ██████████████               saved × microbatches in flight + running
+    resident besides                                   ██████████     the difference
 """
 
 from __future__ import annotations
@@ -54,6 +57,8 @@ def segments_on_host(
     flights = [in_flight(ahead[segment], back[segment]) for segment in sorted(back)]
     counted: dict[tuple[bool, int], int] = {}
     for run in runs:
+        # Bytes that the chain counts while a segment runs: saved values of the run's earlier segments for every
+        # microbatch in flight, the segment's own for all but the running microbatch, and what running it takes.
         before = 0
         for segment in range(run.first, run.end):
             stage, option = chain.stages[segment], chain.stages[segment].options[0]
@@ -79,19 +84,20 @@ def segments_on_host(
 
 
 def _count_copied(timing: Timing, costs: StepCosts, innermost: Sequence[int]) -> dict[int, int]:
-    """For each stage from which values may leave, how many microbatches' are copied while the innermost stages run.
+    """Count, for each stage that may offload, the microbatches whose values are copied while the innermost stages run.
 
     Args:
-        costs: of its stage actions.
         innermost: stages that run the forward and the backward of the last segment.
     """
     orders = timing.schedule.orders
     may_leave, _ = offloads_at_distance(timing.schedule, costs, {}, _OVERLAPPED_ACTIONS)
     copied: dict[int, dict[tuple[int, int], set[int]]] = {}
     for offload in may_leave:
+        # While the innermost stages run, most microbatches are in flight. Values that are being copied then are still,
+        # or again, on the device.
         order = orders[offload.device]
         if order[offload.leaves - 1, 0] != NUMBER[ActionKind.FORWARD]:
-            continue  # gradients on their way from slot to slot
+            continue  # an offload after a backward is of gradients between slots, not of saved values
         in_flight = copied.setdefault(int(order[offload.leaves - 1, 1]), {})
         for position in (*range(offload.leaves, offload.freed), *range(offload.reloads, offload.back)):
             if order[position, 1] in innermost:
@@ -100,7 +106,7 @@ def _count_copied(timing: Timing, costs: StepCosts, innermost: Sequence[int]) ->
 
 
 def _count_held(timing: Timing) -> dict[tuple[bool, int], int]:
-    """Most bytes on a device, by whether a stage's forward runs or its backward, and by stage."""
+    """Most bytes on a device while a stage runs, by (is its forward, stage)."""
     most: dict[tuple[bool, int], int] = {}
     for order, sizes in zip(timing.schedule.orders, timing.action_bytes, strict=True):
         for (kind, stage, _), size in zip(order.tolist(), sizes.tolist(), strict=True):

@@ -1,7 +1,7 @@
-"""Stages in pieces: the stage of a device becomes several, so that values have something to be copied beside.
+"""Stages in pieces: divide each device's stage into several, so that copies to the host overlap with other actions.
 
-A value is copied to the host beside actions of its device between those that make and read it. A device with a single
-stage, which runs its backward at once, has none. ::
+A copy overlaps with the device's actions between those that compute and read the value. A device with a single stage
+that runs its backward at once has no such action. ::
 
     whole         F0.0 B0.0 F0.1 B0.1 …                         nothing can leave
     in pieces     F0.0 F1.0 F2.0 B2.0 B1.0 B0.0 F0.1 …          of F0.0, beside F1.0; back beside B2.0

@@ -1,13 +1,14 @@
-"""The host as a second tier: within a budget, values of an ordinary model leave where that saves recomputation.
+"""The host as a second tier: offload values of a model on one GPU if that saves recomputation within the budget.
 
-Plans are made as if there was no host. If the one that fits recomputes, others that recompute less are emitted with as
-many values on the host as can be taken there and back beside the work (:mod:`roundpipe_fx.compiler.hidden_copies`), and
-the first of them that fits then is taken, with about as many values on the host as it needs. Likewise if none fits
-without the host. What plans need does not fall steadily from one to the next, so they are tried one by one.
+The first plan ignores the host. If it recomputes, or if none fits, plans that recompute less are emitted and offload as
+many values as the link can hide (:mod:`roundpipe_fx.compiler.hidden_copies`). The first of these that fits is used,
+with about as few offloaded values as it needs. The bytes of successive plans do not fall steadily, so they are tried
+one by one.
 
-The others are of two kinds: plans that were made as if there was no host, and solutions of the chain of segments in
-which what a segment saves may leave (:mod:`roundpipe_fx.remat.options_on_host`). Only the latter save alike in all
-layers: without a host, a plan with so many saved bytes keeps everything of some layers and nothing of the others. ::
+These plans come from two sources: plans made without a host, and solutions of the chain of segments in which a
+segment's saved values may be offloaded (:mod:`roundpipe_fx.remat.options_on_host`). Only the latter treat all layers
+alike. A plan made without a host, with as many saved bytes, saves everything of some layers and nothing of the others.
+::
 
     saved of a long sequence, by layer       MLP: 48 GiB        attention: 8 GiB
     without a host, 400 GiB of values        of 6 layers        of 14

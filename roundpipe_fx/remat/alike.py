@@ -1,6 +1,9 @@
-"""alike: what the backward of a segment looks like, but for the numbers of its storages.
+"""Equal backwards: a key for the backward of a segment that ignores the numbers of its storages.
 
-Layers repeat: a result for the backward of one holds for all that have the same shape.
+Layers repeat, so a result for the backward of one segment holds for all with the same key. ::
+
+    layer 0   reads 7, 9    recomputes 8 from 7      key ((0, 1), (2 from 0))    {7: 0, 9: 1, 8: 2}
+    layer 1   reads 17, 19  recomputes 18 from 17    the same key                {17: 0, 19: 1, 18: 2}
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
 """Blocks: the backward of one segment, arranged so that few bytes live at one time.
 
 Just-in-time recomputation gives the steps; :mod:`roundpipe_fx.remat.reduce_peak` gives sequences of them that take ever
-less memory and ever more seconds. Blocks that differ only in the numbers of their storages are arranged once.
+less memory and ever more seconds. Blocks that differ only in the numbers of their storages are arranged once. ::
+
+    segment's forward     a = f(x)   b = g(a)            saved: x
+    its backward          b' needs a and b
+    level 0               a = f(x); b = g(a); b'(a, b)           a is held from its recomputation to b'
+    level 1               a = f(x); b = g(a); drop a; …; a = f(x); b'     lower peak if a is idle there
 """
 
 from __future__ import annotations
@@ -121,7 +126,7 @@ class Blocks:
         return frozenset(reached), frozenset(entering)
 
     def _lower_peaks(self, segment: int, steps: list[PlannedOp], most: int, like: Any) -> list[Block]:
-        """Blocks of these steps; ``like``: equal where the steps are alike, ``None`` if that is not known."""
+        """Arrange steps into blocks with ever lower peaks; ``like`` is a key of equal steps, or ``None``."""
         graph = self.graph
         read = {storage for step in steps for storage in step.reads}
         # The structure leaves out the numbers of storages, so the twelve layers of a model are arranged once.

@@ -6,7 +6,13 @@ needed and not recomputed pays bytes(v); recomputing o pays λ·seconds(o) and n
 that the backward reads are needed. All terms are submodular, so one maximum flow gives the optimum, and the breakpoints
 in λ are the vertices of the lower convex hull of (saved bytes, recompute seconds). They are found by intersecting
 neighbouring lines (Eisner and Severance, "Mathematical techniques for efficient record segmentation in large shared
-databases", 1976).
+databases", 1976). ::
+
+    seconds │●                     save nothing
+            │ ╲
+            │  ●                   price λ between the slopes of the two lines: this vertex is optimal
+            │    ╲______●          save everything that the backward reads
+            └──────────────── saved bytes
 """
 
 from __future__ import annotations

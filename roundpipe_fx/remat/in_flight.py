@@ -1,4 +1,4 @@
-"""Microbatches in flight: what a run of segments may save when a device holds saved values of several microbatches.
+"""Microbatches in flight: save options of a run of segments on a device that holds several microbatches' saved values.
 
 A device of a pipeline holds the saved values of every microbatch whose forward has run and whose backward has not, and
 runs one microbatch at a time. Saved bytes are therefore multiplied by the microbatches in flight; recomputed ones are
@@ -8,7 +8,10 @@ The chain (:mod:`roundpipe_fx.remat.solve_chain`) is solved for every amount of 
 multiplied, which does not count those of later stages after the backward has come back to earlier ones; and for several
 prices of a saved byte, which finds no more than a convex hull. The solutions that no other one dominates in seconds and
 in bytes are taken, where bytes are those of one microbatch plus what the others save. The simulation of the schedule
-has the last word.
+has the last word. ::
+
+    device 0 of 4, 1F1B      F0 F1 F2 F3 B0 …      four microbatches in flight: a saved byte counts four times
+    device 3 of 4            F0 B0 F1 B1 …         one in flight: a saved byte counts once
 """
 
 from __future__ import annotations

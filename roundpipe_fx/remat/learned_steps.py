@@ -1,7 +1,7 @@
-"""Learned steps: the calls that steps consisted of, and what the next plans have to leave for the other calls.
+"""Learned steps: the calls that made up earlier steps, and the memory that the next plans must leave for other calls.
 
-The first step is planned as if each call were alone. Where several were alive at once and hold together more than the
-budget, the user is told so, once, and the next plans are made for steps like that one.
+The first step is planned as if each call were alone. If several calls were alive at once and together exceed the
+budget, a warning says so once, and the next plans are made for steps like that one.
 """
 
 from __future__ import annotations

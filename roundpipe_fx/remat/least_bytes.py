@@ -1,4 +1,4 @@
-"""Bytes that a step needs under every schedule of its operations: what one of them reads and makes.
+"""The least bytes of a step under any schedule: the operands, results and workspace of its largest operation.
 
 It is a cheap bound, far below the least peak of most models. Where it is above a budget, no plan needs to be searched
 for.

@@ -3,6 +3,10 @@
 :mod:`roundpipe_fx.remat.order` puts them into an order with a low peak. The next level has a lower one: a storage that
 was recomputed and is alive at the peak without being read there is dropped, and recomputed once more before its next
 reader (as XLA's rematerialization pass does). The last level may come from :mod:`roundpipe_fx.remat.recompute_per_use`.
+::
+
+    level 0    make a · make b · read b (peak, a idle) · read a
+    level 1    make a · make b from a · drop a · read b · make a · read a       lower peak, f(a) runs twice
 """
 
 from __future__ import annotations

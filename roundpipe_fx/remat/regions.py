@@ -1,4 +1,4 @@
-"""Regions: parts of the model with a budget of their own constrain what their segments may save."""
+"""Regions with their own budgets: ``memory_budget`` around a part of the model limits what its segments may save."""
 
 from __future__ import annotations
 

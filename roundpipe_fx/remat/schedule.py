@@ -4,7 +4,12 @@ A schedule says everything that decides memory: which forward storages are kept,
 which operations run, in which order. Recomputation is *just in time*: a forward operation is recomputed right before
 the first operation of the segment that needs it. A recomputed storage may also be *held* for the backward of earlier
 segments, so nested recomputation (the backward returns to a segment, reruns the forward from there, and keeps some
-values on the way) is just a set of storages held at some segment.
+values on the way) is just a set of storages held at some segment. ::
+
+    kept: x0 x2                forward   0 1 2 3
+    backward of 3, 2           recompute from x2
+    backward of 1              recompute x1 from x0, hold x1 …
+    backward of 0              … which this backward reads too
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Complete gradients: finds the moment of a step at which a parameter can be updated.
 
-That is when its last gradient has been added up and nothing of the step reads it any more: neither an action of any
-device, nor one that reads a view of its memory. Updates of offloaded parameters also wait until gradients have been
-copied to the host; a copy of the parameter to the device precedes what has computed the gradient.
+A parameter can be updated once its last gradient has been added and no later action, on any device, reads the parameter
+or a view of its memory. Updates of offloaded parameters also wait until gradients have been copied to the host. The
+copy of the parameter to the device has ended by then, since it precedes the computation of the gradient.
 """
 
 from __future__ import annotations

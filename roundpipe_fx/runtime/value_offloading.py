@@ -1,8 +1,8 @@
-"""Value offloading: sends values of a worker to the host and brings them back, as was decided.
+"""Value offloading: copies a worker's values to the host and back, as the plan decided.
 
-What leaves when is :class:`roundpipe_fx.schedules.offloads.Offload`. A value leaves with its whole memory, so whatever
-its strides and its type are, it comes back with the same bits in memory of its own. If the backwards are a later run
-than the forwards, what is on the host then is among the values that the first run leaves to the second.
+:class:`roundpipe_fx.schedules.offloads.Offload` holds the positions of the copies. A value is copied with its whole
+storage, so it returns with the same bits, strides and dtype, in new memory. If the backwards run later than the
+forwards, the first run leaves the values on the host to the second.
 """
 
 from __future__ import annotations

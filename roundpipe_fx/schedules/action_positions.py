@@ -30,6 +30,7 @@ class ActionPositions:
             self._at.append(positions_of_code)
             if not len(codes_of_device):
                 continue
+            # One sort groups a device's positions by stage action, instead of one scan of the order for each of them.
             sorting = np.argsort(codes_of_device, kind="stable")
             values, starts = np.unique(codes_of_device[sorting], return_index=True)
             for value, positions in zip(values.tolist(), np.split(sorting, starts[1:]), strict=True):
@@ -106,6 +107,7 @@ def vector_clocks(
         (wave, device, at) for device, of_device in enumerate(waves) for at, wave in enumerate(of_device.tolist())
     )
     for _, device, at in order:
+        # A vector clock (Mattern, 1989): the maximum over the previous action on the device and over all that is read.
         clock = clocks[device][at]
         if at:
             np.maximum(clock, clocks[device][at - 1], out=clock)

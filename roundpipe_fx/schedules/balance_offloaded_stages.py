@@ -1,4 +1,4 @@
-"""Which layers go into which slot where the model stays on the host and each slot's weights are copied for it.
+"""Balance the slots of a model that stays on the host, whose weights are copied for each slot.
 
 A slot is one residency window: all microbatches run through it, one after another, while the next slot's weights are
 copied. With fewer slots there are fewer copies and shorter waits; with more slots less of the model is on the device at

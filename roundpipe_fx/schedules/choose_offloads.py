@@ -1,14 +1,14 @@
-"""Chooses which values a step sends to the host: as few bytes as bring each device within its limit.
+"""Choose the values that a step offloads: as few bytes as bring each device within its limit.
 
 An offload lowers the bytes of its device between two positions, so this is a covering of positions by intervals. Where
 all values have the same size, going through the positions and taking at each one over the limit the value that stays
-away longest is optimal (Belady, 1966, for pages); with different sizes it is a heuristic. In the end, values that later
-choices have made superfluous stay.
+away longest is optimal (Belady, 1966, for pages); with different sizes it is a heuristic. In the end, offloads that
+later choices have made superfluous are dropped.
 
-These values are the ones that were made first, so the link has much to do at the beginning of a step, and nothing in
-the middle, where a device holds most. Where that makes devices wait, it is better to send a part of what each action
-makes, as much as the link can carry meanwhile: *in time*, going through the positions, each value leaves whose copy
-would have ended when its memory is to be freed; others leave only where the limit cannot be met without. ::
+This rule picks the values that were computed first, so the link is busy at the beginning of a step and idle in the
+middle, where a device holds most. If devices wait for that reason, it is better to send a part of each action's values,
+as much as the link can carry meanwhile. The rule *in time* goes through the positions and offloads each value whose
+copy ends before its memory must be free; further values are offloaded only if the limit cannot be met otherwise. ::
 
     values made          ████ ████ ████ ████ ████ ░ the link carries ¾ of them
     away longest         ████ ████ ████ ▒▒          sent late: devices wait for the copies of the first three
@@ -46,7 +46,7 @@ class OffloadRule:
 def offloads_within(
     timing: Timing, costs: StepCosts, others: Mapping[int, StepCosts], rule: OffloadRule
 ) -> list[Offload]:
-    """Values that leave by a rule, and those that the user wants on the host whatever the rule.
+    """Choose offloads by a rule, together with those that the user requests.
 
     Args:
         timing: of the schedule if nothing leaves.
@@ -187,7 +187,7 @@ def _cover_in_time(
 
 
 def _without_superfluous(chosen: Sequence[Offload], left: np.ndarray, limit: int) -> list[Offload]:
-    """Offloads without those that may stay: no position within the limit leaves it, and none above it rises."""
+    """Drop superfluous offloads, unless a position would exceed the limit, or exceed it by more."""
     needed = []
     # Shortest absence first: it is the one most likely covered by others.
     for offload in sorted(chosen, key=lambda offload: offload.reloads - offload.freed):

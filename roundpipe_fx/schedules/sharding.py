@@ -230,6 +230,6 @@ def late_gradients(orders: Sequence[DeviceOrder], gradients: Mapping[StageAction
 
 
 def padded_bytes(value: torch.Tensor, parts: int) -> int:
-    """Bytes of a tensor whose rows are padded to so many equal parts."""
+    """Bytes of a tensor padded so that its rows divide into equal parts."""
     rows = -(-value.shape[0] // parts) * parts if value.dim() else 1
     return rows * math.prod(value.shape[1:]) * value.element_size()

@@ -1,10 +1,10 @@
-"""Slices of rows of wide values: which operations need no other rows.
+"""Slices of rows of wide values: the operations that need only the sliced rows.
 
-A loss of ``logits[:, :-1]`` reads no logits of last tokens, so their makers can leave these out, back to the narrow
-value that they are made of. The backward of a slice puts zeros where rows were left out; readers that are proportional
-to it make zeros of them, or add them to sums, and can leave them out too.
+A loss of ``logits[:, :-1]`` does not read the logits of last tokens, so the operations that compute them can skip these
+rows, back to the narrow value from which they are computed. The backward of a slice fills the skipped rows with zeros.
+Readers that are proportional to it turn these into zeros or add them to sums, so they can skip the rows too.
 
-Else no tile region would form around a slice: its rows are not those of what it slices.
+Without this, no tile region would form around a slice: its rows differ from those of its operand.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MOST_DIMS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RowSlice:
-    """A slice, and what can leave out the rows that it leaves out.
+    """A slice, and the operations that can skip the rows that it drops.
 
     Attributes:
         dim: the dimension that it slices.
@@ -326,7 +326,7 @@ class _SliceSearch:
         return elements(value) <= _NARROW * elements(self.source)
 
     def _is_closed(self) -> bool:
-        """Return whether nobody else reads what leaves out rows, and wide values that are read leave them out."""
+        """Return whether no other operation reads the sliced values, and every wide operand is sliced too."""
         inside = {self.node, *self.members}
         if not self.padded.keys().isdisjoint(self.narrow) or not self.members.isdisjoint(self.narrow):
             return False

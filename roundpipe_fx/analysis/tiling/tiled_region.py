@@ -133,7 +133,7 @@ class TileRegion:
 
 
 class TileRegions:
-    """The regions of a graph, found as far as they are asked for.
+    """The tile regions of a graph, found lazily.
 
     Args:
         joint: an annotated graph; not changed.
