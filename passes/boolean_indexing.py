@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call, let_stand_for
+from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call, substitute_node
 from roundpipe_fx.ir.joint_graph import JointGraph, is_mask
 from roundpipe_fx.torch_private import note_count, size_binding
 
@@ -96,7 +96,7 @@ def _expand_masked_scatter_backward(joint: JointGraph, node: fx.Node, shared: di
     zeros = insert_call(node, aten.new_zeros.default, gradient, [_product(node, sizes)])
     filled = insert_call(node, aten.index_put.default, zeros, [first], selected)
     result = insert_call(node, aten.view.default, filled, list(sizes))
-    let_stand_for(node, result)
+    substitute_node(node, result)
     joint.graph.erase_node(node)
 
 

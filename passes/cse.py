@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.ir.graph_edit import let_stand_for, views_of
+from roundpipe_fx.ir.graph_edit import substitute_node, views_of
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect, is_seeded, is_tensor, is_view
 
 
 def eliminate_common_subexpressions(joint: JointGraph) -> JointGraph:
     """Replace forward values by the earlier ones that :func:`common_subexpressions` returns for them."""
     for node, one in common_subexpressions(joint).items():
-        let_stand_for(node, one)
+        substitute_node(node, one)
     joint.drop_unread()
     return joint
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from roundpipe_fx.ir.collectives import is_collective
-from roundpipe_fx.ir.graph_edit import let_stand_for, views_of
+from roundpipe_fx.ir.graph_edit import substitute_node, views_of
 from roundpipe_fx.ir.joint_graph import JointGraph, Phase, is_tensor
 
 
@@ -30,7 +30,7 @@ def merge_equal_collectives(joint: JointGraph) -> JointGraph:
             continue
         first = firsts.setdefault((str(target), str(node.args), str(node.kwargs)), node)
         if first is not node:
-            let_stand_for(node, first)
+            substitute_node(node, first)
             joint.graph.erase_node(node)
     return joint
 

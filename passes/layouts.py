@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost import layout_of, lies_plainly, note_sparse_bytes, real_values, results_on_host
+from roundpipe_fx.analysis.cost import is_plainly_contiguous, layout_of, note_sparse_bytes, real_values, results_on_host
 from roundpipe_fx.analysis.fake_results import fake_result, result_tensors, same_dimension_order
 from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call
 from roundpipe_fx.ir.joint_graph import JointGraph, has_tag, input_nodes, is_tensor, storages, tensor_values, viewed
@@ -110,7 +110,7 @@ class _RecordedValues:
 
     def _is_plain(self, node: fx.Node) -> bool:
         if node not in self._plain:
-            self._plain[node] = all(map(lies_plainly, tensor_values(node)))
+            self._plain[node] = all(map(is_plainly_contiguous, tensor_values(node)))
         return self._plain[node]
 
     def _shares(self, node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ after all.
 
 from __future__ import annotations
 
-from roundpipe_fx.analysis.expanded_zeros import missing_gradients
+from roundpipe_fx.analysis.expanded_zeros import make_expanded_zeros
 from roundpipe_fx.ir.joint_graph import JointGraph
 
 
@@ -24,6 +24,6 @@ def expand_missing_gradients(joint: JointGraph) -> JointGraph:
     Returns:
         The same graph.
     """
-    for tangent, zeros in missing_gradients(joint).items():
+    for tangent, zeros in make_expanded_zeros(joint).items():
         tangent.meta["val"] = zeros
     return joint

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
-def write_online(
+def rewrite_online(
     joint: JointGraph,
     names: Collection[str],
     costs: CostModel,
@@ -145,24 +145,24 @@ class _OnlineWriter:
             # too.
             alone = self._call(before, aten.masked_fill.Scalar, self._scores, others, 0.0)
             self._picked[others] = self._call(before, aten.sum.dim_IntList, alone, [self._axis], True)
-        return self._less(before, self._picked[others])
+        return self._subtract_log_sum_exp(before, self._picked[others])
 
-    def _less(self, before: fx.Node, column: fx.Node) -> fx.Node:
+    def _subtract_log_sum_exp(self, before: fx.Node, column: fx.Node) -> fx.Node:
         """A column less the log-sum-exp."""
         made = self._call(before, aten.sub.Tensor, column, self._log_sum_exp)
         return made if self._rest is None else self._call(before, aten._to_copy.default, made, dtype=self._dtype)
 
-    def _times(self, before: fx.Node, value: fx.Node, factor: float) -> fx.Node:
+    def _multiply(self, before: fx.Node, value: fx.Node, factor: float) -> fx.Node:
         if factor == 1:
             return value
         if factor == -1:
             return self._call(before, aten.neg.default, value)
         return self._call(before, aten.mul.Scalar, value, factor)
 
-    def _masked(self, before: fx.Node, value: fx.Node, is_ignored: fx.Node | None) -> fx.Node:
+    def _mask_ignored(self, before: fx.Node, value: fx.Node, is_ignored: fx.Node | None) -> fx.Node:
         return value if is_ignored is None else self._call(before, aten.masked_fill.Scalar, value, is_ignored, 0.0)
 
-    def _weighed(self, before: fx.Node, column: fx.Node, weight: Any, labels: fx.Node) -> fx.Node:
+    def _apply_weights(self, before: fx.Node, column: fx.Node, weight: Any, labels: fx.Node) -> fx.Node:
         """A column times the weights of the rows' labels."""
         if not isinstance(weight, fx.Node):
             return column
@@ -181,7 +181,7 @@ class _OnlineWriter:
             made = self._at_label(node, others)
         else:
             made = self._summed(node, value.axis)
-        made = self._times(node, made, value.factor)
+        made = self._multiply(node, made, value.factor)
         shape = list(node.meta["val"].shape)
         if list(made.meta["val"].shape) != shape:
             made = self._call(node, aten.reshape.default, made, shape)
@@ -209,8 +209,8 @@ class _OnlineWriter:
         _, labels, weight, reduction, ignored = node.args
         assert isinstance(labels, fx.Node)
         label, is_ignored, others = self._label(node, labels, ignored)
-        loss = self._times(node, self._at_label(node, others), -factor)
-        loss = self._masked(node, self._weighed(node, loss, weight, label), is_ignored)
+        loss = self._multiply(node, self._at_label(node, others), -factor)
+        loss = self._mask_ignored(node, self._apply_weights(node, loss, weight, label), is_ignored)
         if reduction == _SUM:
             loss = self._call(node, aten.sum.default, loss)
         else:
@@ -259,14 +259,14 @@ class _OnlineWriter:
         column = source
         if list(source.meta["val"].shape) != shape:
             column = self._call(before, aten.expand.default, source, shape)
-        return self._times(before, self._as_column(before, column), part.factor)
+        return self._multiply(before, self._as_column(before, column), part.factor)
 
     def _of_label(self, before: fx.Node, part: Scaled) -> tuple[fx.Node, fx.Node]:
         """The gradient at the label of each row, as a column, and a mask of the scores of other classes."""
         if part.node.target.overloadpacket is aten.scatter_add:  # type: ignore[union-attr]
             index, column = part.node.args[2:]
             *_, others = self._label(before, index, None)  # type: ignore[arg-type]
-            return self._times(before, self._as_column(before, column), part.factor), others  # type: ignore[arg-type]
+            return self._multiply(before, self._as_column(before, column), part.factor), others  # type: ignore[arg-type]
         gradient, _, labels, weight, reduction, ignored, total = part.node.args
         assert isinstance(gradient, fx.Node) and isinstance(labels, fx.Node)
         label, is_ignored, others = self._label(before, labels, ignored)
@@ -275,6 +275,6 @@ class _OnlineWriter:
             gradient = self._call(before, aten.div.Tensor, gradient, total)
         if reduction == _NONE:
             gradient = self._as_column(before, gradient)
-        gradient = self._times(before, gradient, -part.factor)
+        gradient = self._multiply(before, gradient, -part.factor)
         # The gradient of a sum is one number; what is ignored makes a column of it.
-        return self._masked(before, self._weighed(before, gradient, weight, label), is_ignored), others
+        return self._mask_ignored(before, self._apply_weights(before, gradient, weight, label), is_ignored), others

@@ -12,13 +12,13 @@ import operator
 import torch
 from torch import fx
 
-from roundpipe_fx.ir.graph_edit import let_stand_for
+from roundpipe_fx.ir.graph_edit import substitute_node
 from roundpipe_fx.ir.joint_graph import JointGraph
 
 aten = torch.ops.aten
 
 
-def continue_sums(joint: JointGraph) -> JointGraph:
+def pass_sums_to_backward(joint: JointGraph) -> JointGraph:
     """Pass the sums that gradients are added to into the backward of recurrent operators.
 
     Args:
@@ -33,7 +33,7 @@ def continue_sums(joint: JointGraph) -> JointGraph:
             if addition is None or order[addition.all_input_nodes[0]] > order[call]:
                 continue
             sums[result.args[1]] = addition.all_input_nodes[0]
-            let_stand_for(addition, result)
+            substitute_node(addition, result)
             joint.graph.erase_node(addition)
         if any(sums):
             call.args = (*inputs, needs, sums)

@@ -55,9 +55,9 @@ from roundpipe_fx.passes.interpolation import restore_interpolation
 from roundpipe_fx.passes.layouts import restore_layouts
 from roundpipe_fx.passes.mean_losses import split_mean_losses
 from roundpipe_fx.passes.missing_gradients import expand_missing_gradients
-from roundpipe_fx.passes.online_softmax import write_online
+from roundpipe_fx.passes.online_softmax import rewrite_online
 from roundpipe_fx.passes.overlap_recompute import overlap_recompute
-from roundpipe_fx.passes.packed_gradients import continue_sums
+from roundpipe_fx.passes.packed_gradients import pass_sums_to_backward
 from roundpipe_fx.passes.recompute_regions import mark_recompute_regions, region_bounds
 from roundpipe_fx.passes.redundant_views import remove_redundant_views
 from roundpipe_fx.passes.reinplace import reinplace
@@ -74,12 +74,12 @@ from roundpipe_fx.passes.stages import (
     stages_at_positions,
     stages_of_starts,
 )
-from roundpipe_fx.passes.statistics import write_with_statistics
-from roundpipe_fx.passes.storage_copies import copy_parts_alone
+from roundpipe_fx.passes.statistics import decompose_into_statistics
+from roundpipe_fx.passes.storage_copies import copy_parts_only
 from roundpipe_fx.passes.strided_gradients import mark_strided_gradients
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
 from roundpipe_fx.passes.tiles import tile_regions
-from roundpipe_fx.passes.unread_outputs import leave_out_unread
+from roundpipe_fx.passes.unread_outputs import drop_unread_outputs
 from roundpipe_fx.passes.wide_values import compute_for_each_reader
 from roundpipe_fx.passes.workspaces import mark_workspaces
 from roundpipe_fx.torch_private import module_path_text
@@ -207,7 +207,7 @@ _PASSES = (
     ),
     Pass(
         "packed_gradients",
-        lambda joint, _: continue_sums(joint),
+        lambda joint, _: pass_sums_to_backward(joint),
         about="add the gradients of recurrent modules on packed sequences in autograd's order",
     ),
     Pass(
@@ -239,7 +239,7 @@ _PASSES = (
     ),
     Pass(
         "storage_copies",
-        lambda joint, _: copy_parts_alone(joint),
+        lambda joint, _: copy_parts_only(joint),
         when=_eager,
         about="copy only a tensor's part where an operator would copy its whole storage",
     ),
@@ -319,7 +319,7 @@ _PASSES = (
     ),
     Pass(
         "unread_outputs",
-        lambda joint, context: leave_out_unread(joint, context.unread),
+        lambda joint, context: drop_unread_outputs(joint, context.unread),
         level=PassLevel.OUTPUTS,
         when=_unread,
         about="return narrow values that outputs are computed from instead of outputs that nobody reads",
@@ -347,7 +347,7 @@ _PASSES = (
     ),
     Pass(
         "online_softmax",
-        lambda joint, context: write_online(
+        lambda joint, context: rewrite_online(
             joint,
             {name for region, _ in context.tiles for name in region.online},
             context.costs,
@@ -410,7 +410,7 @@ _PASSES = (
     ),
     Pass(
         "statistics",
-        lambda joint, context: write_with_statistics(joint, context.costs),
+        lambda joint, context: decompose_into_statistics(joint, context.costs),
         level=PassLevel.PLANNED,
         when=_fused,
         about="write softmaxes and norms with the narrow values that they are computed from",

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost import CostModel, annotate_node
-from roundpipe_fx.ir.graph_edit import insert_call, let_stand_for
+from roundpipe_fx.ir.graph_edit import insert_call, substitute_node
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, tensor_values
 from roundpipe_fx.torch_private import inductor_decomposition
 
@@ -35,7 +35,7 @@ _WRITTEN = frozenset(
 )
 
 
-def write_with_statistics(joint: JointGraph, costs: CostModel) -> JointGraph:
+def decompose_into_statistics(joint: JointGraph, costs: CostModel) -> JointGraph:
     """Decompose softmaxes and norms of the forward whose results the backward reads.
 
     Args:
@@ -98,5 +98,5 @@ _MARKS = (Mark.PHASE, Mark.SEGMENT, Mark.STAGE, Mark.MUST_RECOMPUTE)
 
 def _replace(node: fx.Node, by: fx.Node) -> None:
     """Replace a value by an equal one; ``by`` keeps its own storage, so views of the value get values anew."""
-    let_stand_for(node, by)
+    substitute_node(node, by)
     node.graph.erase_node(node)

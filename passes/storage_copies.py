@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost import layout_of
-from roundpipe_fx.ir.graph_edit import insert_call, let_stand_for, views_of
+from roundpipe_fx.ir.graph_edit import insert_call, substitute_node, views_of
 from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor, viewed
 from roundpipe_fx.operators.partial_writes import PARTIAL_WRITES, copy_alike
 from roundpipe_fx.torch_private import size_hint
@@ -26,7 +26,7 @@ from roundpipe_fx.torch_private import size_hint
 aten = torch.ops.aten
 
 
-def copy_parts_alone(joint: JointGraph) -> JointGraph:
+def copy_parts_only(joint: JointGraph) -> JointGraph:
     """Rewrite operators that would copy a whole storage. Runs before layouts are restored."""
     changed = False
     for node in list(joint.computed()):
@@ -58,7 +58,7 @@ def _drop_copy(node: fx.Node) -> bool:
     # Two values that are returned stay two tensors.
     both_returned = _is_returned(node) and _is_returned(viewed(source))
     if str(old.stride()) == str(new.stride()) and viewed(source).op != "placeholder" and not both_returned:
-        let_stand_for(node, source)
+        substitute_node(node, source)
         dropped = True
     return dropped
 

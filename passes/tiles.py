@@ -28,7 +28,7 @@ from roundpipe_fx.analysis.tiling.body import (
     sources_of,
 )
 from roundpipe_fx.analysis.tiling.tiled_region import TileRegion
-from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call, let_stand_for
+from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call, substitute_node
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_tensor, module_path
 from roundpipe_fx.torch_private import module_path_text
 
@@ -51,7 +51,7 @@ def tile_regions(joint: JointGraph, tiled: Iterable[tuple[TileRegion, int]], cos
         completed = _with_results_of_others(region, stands_for)
         tile = _tile_apart if completed.scalar is None else _tile_at_once
         for result, value in tile(joint, completed, tiles, loops).items():
-            let_stand_for(result, value)
+            substitute_node(result, value)
             stands_for[value] = result
         _sort(joint)
     joint.drop_unread()

@@ -37,7 +37,7 @@ _NARROW = 4
 """A value stands for an output if it has at most one in so many of its bytes."""
 
 
-def leave_out_unread(joint: JointGraph, outputs: Collection[int]) -> JointGraph:
+def drop_unread_outputs(joint: JointGraph, outputs: Collection[int]) -> JointGraph:
     """Return narrow values instead of outputs that are computed from them and from parameters.
 
     Args:

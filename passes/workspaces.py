@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from roundpipe_fx.analysis.cost import workspaces_of
-from roundpipe_fx.analysis.expanded_zeros import as_expanded_zeros
+from roundpipe_fx.analysis.expanded_zeros import record_as_expanded_zeros
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark
 
 
@@ -29,7 +29,7 @@ def mark_workspaces(
         learned: bytes that operators with data-dependent needs, and compiled stages, have been seen to need, by name.
         present: whether kernels can be measured on the device; otherwise those are marked that a formula is known for.
     """
-    with as_expanded_zeros(joint):
+    with record_as_expanded_zeros(joint):
         workspaces = workspaces_of(joint.computed(), device, fused, learned, present)
     for node, size in workspaces.items():
         node.meta[Mark.WORKSPACE] = size

@@ -8,7 +8,7 @@ from roundpipe_fx.analysis.tiling import TileRegions
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import Pass, PassContext
 from roundpipe_fx.passes.mean_losses import split_mean_losses
-from roundpipe_fx.passes.online_softmax import write_online
+from roundpipe_fx.passes.online_softmax import rewrite_online
 from roundpipe_fx.passes.pipeline import body_costs
 from roundpipe_fx.passes.tiles import tile_regions
 from roundpipe_fx.planner.vocabulary_tiles import find_vocabulary_regions, replaced_operations
@@ -31,7 +31,7 @@ def tiled_passes(tiles: int, by_class: bool = False) -> Callable[[list[Pass]], S
         replaced = frozenset().union(*(replaced_operations(joint, head) for head in heads))
         regions = TileRegions(joint).as_wide_as(0)
         others = [region for region in regions if replaced.isdisjoint(replaced_operations(joint, region))]
-        joint = write_online(joint, {name for head in heads for name in head.online}, context.costs, context.device)
+        joint = rewrite_online(joint, {name for head in heads for name in head.online}, context.costs, context.device)
         return tile_regions(joint, [(region, min(tiles, region.rows)) for region in (*others, *heads)], costs)
 
     def passes(given: list[Pass]) -> list[Pass]:

@@ -16,7 +16,7 @@ from roundpipe_fx.analysis.fake_results import fake_result
 from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor, is_view
 
 
-def missing_gradients(joint: JointGraph) -> dict[fx.Node, torch.Tensor]:
+def make_expanded_zeros(joint: JointGraph) -> dict[fx.Node, torch.Tensor]:
     """An expanded scalar for each incoming gradient that is not expected."""
     expected = set(joint.expected_tangents)
     values = {}
@@ -30,9 +30,9 @@ def missing_gradients(joint: JointGraph) -> dict[fx.Node, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def as_expanded_zeros(joint: JointGraph) -> Iterator[None]:
+def record_as_expanded_zeros(joint: JointGraph) -> Iterator[None]:
     """Meanwhile, incoming gradients that are not expected, and views of them, are recorded as expanded scalars."""
-    values = missing_gradients(joint)
+    values = make_expanded_zeros(joint)
     for node in joint.computed() if values else ():
         source = next((source for source in node.all_input_nodes if source in values), None)
         if source is not None and is_view(node) and is_tensor(node):

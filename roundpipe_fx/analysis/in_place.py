@@ -81,7 +81,7 @@ def in_place_forms(
         and dies(argument, node)
         and _same_layout(argument, node)
     ]
-    if not operands or _lies_uncertainly(node):
+    if not operands or _has_uncertain_strides(node):
         return []
     forms = []
     if in_place is not None and operands and operands[0] is node.args[0]:
@@ -129,14 +129,14 @@ def _form_with_output(node: fx.Node) -> tuple[torch._ops.OpOverload, str] | None
     target = node.target
     value = node.meta["val"]
     assert isinstance(target, torch._ops.OpOverload)
-    if not has_tag(target, torch.Tag.pointwise) and not (target in _BY_ROW and _goes_by_row(node)):
+    if not has_tag(target, torch.Tag.pointwise) and not (target in _BY_ROW and _is_row_by_row(node)):
         return None
     if node.kwargs.keys() & {"dtype", "memory_format", "layout", "device"}:
         return None
     return _kernel_with_output(target, value.device.type)
 
 
-def _goes_by_row(node: fx.Node) -> bool:
+def _is_row_by_row(node: fx.Node) -> bool:
     values = [node.meta["val"], *(source.meta["val"] for source in input_nodes(node))]
     dim = node.args[_BY_ROW[node.target]]  # type: ignore[index]
     return (
@@ -163,7 +163,7 @@ def _kernel_with_output(target: torch._ops.OpOverload, device: str) -> tuple[tor
     return None
 
 
-def _lies_uncertainly(result: fx.Node) -> bool:
+def _has_uncertain_strides(result: fx.Node) -> bool:
     """Return whether strides of dimensions of size 1 may differ from the recorded ones.
 
     They do not change addresses, but some kernels (batch norm) choose the order of their loops by them, and thereby the

@@ -37,7 +37,7 @@ def _note(parent: nn.Module, _name: str, child: nn.Module | None) -> None:
                 _around[state.__get__(module)] = weakref.ref(parent)
 
 
-def data_parallel_around(model: nn.Module, state: Any) -> DistributedDataParallel | None:
+def find_outer_ddp(model: nn.Module, state: Any) -> DistributedDataParallel | None:
     """The DDP through which a step of a compiled model must go; ``None``: there is none.
 
     Args:
@@ -67,7 +67,7 @@ def data_parallel_around(model: nn.Module, state: Any) -> DistributedDataParalle
     )
 
 
-def check_not_inside(model: nn.Module) -> None:
+def refuse_inner_ddp(model: nn.Module) -> None:
     """Check that a model to be pipelined has no DDP in it.
 
     Raises:

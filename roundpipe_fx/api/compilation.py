@@ -47,10 +47,15 @@ from roundpipe_fx.report.make_plan import plan_of, with_dropped_outputs
 from roundpipe_fx.report.out_of_memory_text import planned_memory
 from roundpipe_fx.report.pipeline_plan import plan_of_pipeline
 from roundpipe_fx.report.plan import Plan
-from roundpipe_fx.runtime.bridge import observed, pipelined
+from roundpipe_fx.runtime.bridge import make_pipelined_forward, respect_trace_only
 from roundpipe_fx.runtime.dropped_outputs import DroppedOutputs
 from roundpipe_fx.runtime.executor import load_program
-from roundpipe_fx.runtime.incoming_gradients import gradient_observer, leaving_out, receiving, returning
+from roundpipe_fx.runtime.incoming_gradients import (
+    drop_unused_gradients,
+    fill_missing_gradients,
+    observe_unexpected_gradients,
+    record_outputs,
+)
 from roundpipe_fx.runtime.library_memory import library_bytes, touch_libraries, touch_libraries_in_backward
 from roundpipe_fx.runtime.observers import size_observer
 from roundpipe_fx.runtime.profiled_step import ProfiledStep
@@ -149,7 +154,7 @@ class _OnOneDevice(_Compilation):
     profiled: ProfiledStep | None = None
     noted: NotedGraph | None = None
     outputs: CallersOutputs = field(init=False)
-    observed: DroppedOutputs | None = None
+    respect_trace_only: DroppedOutputs | None = None
     unread: UnreadOutputs | None = None
 
     def _plan(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -227,14 +232,14 @@ class _OnOneDevice(_Compilation):
         if outputs == 1:  # a backward always reads its gradient
             pass
         elif self.lowered.static:
-            run = returning(run, outputs, None)
+            run = record_outputs(run, outputs, None)
         elif gradients is not None:
             traced = [
                 (position, node.meta["val"]) for position, node in zip(self.differentiated, gradients, strict=True)
             ]
-            run = returning(run, outputs, traced)
+            run = record_outputs(run, outputs, traced)
         see = size_observer(self.lowered.forward.results, self._see_size) if self.lowered.budget is not None else None
-        return observed(self._explained(run, self.lowered, "forward"), see)
+        return respect_trace_only(self._explained(run, self.lowered, "forward"), see)
 
     def _explained(self, run: Boxed, lowered: Lowered, phase: str) -> Boxed:
         """Wrap a program so that its out-of-memory errors say what the step has allocated, and what was planned."""
@@ -269,7 +274,9 @@ class _OnOneDevice(_Compilation):
         if gradients is not None and not self.lowered.static:
             strides_matter = self.lowered.stage_compiler != "eager"
             inputs = self.lowered.backward.inputs
-            run = receiving(run, {inputs.index(n): strides_matter or Mark.STRIDED in n.meta for n in gradients})
+            run = fill_missing_gradients(
+                run, {inputs.index(n): strides_matter or Mark.STRIDED in n.meta for n in gradients}
+            )
         if self.noted is not None:
             run = self.learned.calls.backward(run, self.noted)
         if self.profiled is not None:
@@ -279,7 +286,7 @@ class _OnOneDevice(_Compilation):
         if self.lowered.budget is None or not unexpected:
             return run
         positions = {i: node.name for i, node in enumerate(self.lowered.backward.inputs) if node.name in unexpected}
-        return gradient_observer(run, positions, self._see_gradient)
+        return observe_unexpected_gradients(run, positions, self._see_gradient)
 
     def _see_gradient(self, name: str) -> None:
         """Note an incoming gradient that was not expected."""
@@ -336,7 +343,7 @@ class _OnOneDevice(_Compilation):
         run = self._load(lowered, lowered.forward, None)
         noted = self._noted(lowered, ())
         run = run if noted is None else self.learned.calls.forward(run, noted)
-        return observed(self._explained(run, lowered, "forward"))
+        return respect_trace_only(self._explained(run, lowered, "forward"))
 
     def _see(self) -> Callable[[str, int], None] | None:
         return self._see_workspace if self.lowered.budget is not None else None
@@ -401,7 +408,7 @@ class _InPipeline(_Compilation):
 
     def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         kept = self.lowered.forward.results[self.lowered.forward.outputs :]
-        return pipelined(self.graph, [_stand_in(node) for node in kept])
+        return make_pipelined_forward(self.graph, [_stand_in(node) for node in kept])
 
     def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         return _never_called  # the pipeline runs it
@@ -418,7 +425,7 @@ class _InPipeline(_Compilation):
             )
         graph = compile_pipelined_graph(plan_or_error(pipeline), [], self.pipelining.loss_reduction)
         self._tell(plan_of_pipeline, graph)
-        return pipelined(graph, [])
+        return make_pipelined_forward(graph, [])
 
 
 def compile_graph(
@@ -479,7 +486,9 @@ def compile_graph(
         autocast=frozenset(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)),
         on_plan=_with_library_bytes(on_plan, devices),
     )
-    return leaving_out(capture(module, example_inputs, compilation, labels, may_run_eagerly=pipelining is None))
+    return drop_unused_gradients(
+        capture(module, example_inputs, compilation, labels, may_run_eagerly=pipelining is None)
+    )
 
 
 def _touched_devices(inputs: Sequence[Any]) -> list[torch.device]:

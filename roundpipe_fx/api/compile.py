@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.compiled_module import COMPILED, CompiledModule, compiled_module
 from roundpipe_fx.compiler.run_passes import edited_passes
-from roundpipe_fx.distributed.mesh import check_shard, devices_of, on_mesh
-from roundpipe_fx.ir.options import Options, names_checked
+from roundpipe_fx.distributed.mesh import check_shard, devices_of, set_mesh
+from roundpipe_fx.ir.options import Options, check_names
 from roundpipe_fx.passes.entry import Pass
 from roundpipe_fx.pipeline.settings import parse_pipelining
 from roundpipe_fx.pipeline.step.step import Splitting
 from roundpipe_fx.schedules import Schedule
 
 
-@names_checked
+@check_names
 def compile(
     model: nn.Module,
     *,
@@ -183,7 +183,7 @@ def compile(
         host_links=host_links,
     )
     if mesh is not None and pipelining is not None:
-        pipelining = on_mesh(pipelining, mesh, model, shard)
+        pipelining = set_mesh(pipelining, mesh, model, shard)
     of_batches = {
         "splitting": Splitting(split_input, split_label, merge_output),
         "deferred_batch_norm": deferred_batch_norm,

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from roundpipe_fx.api.compiled_state import CompiledState, NoPlanError
 from roundpipe_fx.api.pipelined_state import PipelinedState, StateOverProcesses
-from roundpipe_fx.api.roundpipe_arguments import in_our_names
+from roundpipe_fx.api.roundpipe_arguments import translate_arguments
 from roundpipe_fx.api.subclassing import make_sharing_instance
 from roundpipe_fx.distributed import own_state
 from roundpipe_fx.distributed.pytorch_stages import pytorch_stages
@@ -102,7 +102,7 @@ class CompiledModule(nn.Module):
                 part, and would not average; or the model that it wraps has hooks itself.
         """
         state = self._state_of_roundpipe_fx
-        args, kwargs, labels = in_our_names(state.original.forward, args, kwargs, labels)
+        args, kwargs, labels = translate_arguments(state.original.forward, args, kwargs, labels)
         if microbatches is not None and (args or kwargs or labels is not None):
             raise TypeError(
                 "forward_backward was given microbatches and other inputs: all inputs of a microbatch, and its labels, "
@@ -279,7 +279,7 @@ class CompiledModule(nn.Module):
         Raises:
             RuntimeError: the model was compiled without ``mesh``, or is not planned yet.
         """
-        own_state.initialize_own(self._state_of_roundpipe_fx.processes(), fill)
+        own_state.initialize_own_tensors(self._state_of_roundpipe_fx.processes(), fill)
 
     def pytorch_stages(self, *args: Any, **kwargs: Any) -> list[PipelineStage]:
         """This rank's stages for ``torch.distributed.pipelining``, whose schedules run them. Every rank must call it.

@@ -17,7 +17,7 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.api.backend import Backend, Unused, evict_unused, evict_when_unused, make_backend
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.plans_of_modules import add_plan
-from roundpipe_fx.api.replanning import replanning
+from roundpipe_fx.api.replanning import run_with_replanning
 from roundpipe_fx.api.subclassing import forward_like
 from roundpipe_fx.api.wrapper_memory import WrapperMemory, parameters_gathered, wrapper_memory_of
 from roundpipe_fx.console.progress import working
@@ -209,7 +209,7 @@ class CompiledState:
 
     def _replan(self, run: Callable[[], Any], devices: Sequence[torch.device]) -> Any:
         repeatable = self.optimizer.updates.repeatable
-        return replanning(run, self.compile, self.learned, devices, self._is_budgeted(devices), repeatable)
+        return run_with_replanning(run, self.compile, self.learned, devices, self._is_budgeted(devices), repeatable)
 
     def _is_budgeted(self, devices: Sequence[torch.device]) -> bool:
         return self.options.memory_budget is not None or (self.options.recompute is None and bool(devices))

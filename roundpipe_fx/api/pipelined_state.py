@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from roundpipe_fx.api.around_by_ddp import check_not_inside, data_parallel_around, note_data_parallel
+from roundpipe_fx.api.around_by_ddp import find_outer_ddp, note_data_parallel, refuse_inner_ddp
 from roundpipe_fx.api.compiled_state import CompiledState, T
 from roundpipe_fx.api.learned import Learned
-from roundpipe_fx.api.replanning import cut_alike, replanning_together
+from roundpipe_fx.api.replanning import replan_on_all_ranks, run_cut_alike
 from roundpipe_fx.distributed import own_state
 from roundpipe_fx.distributed.own_state import process_pipeline
 from roundpipe_fx.distributed.process_pipeline import ProcessPipeline
@@ -62,7 +62,7 @@ class PipelinedState(CompiledState):
         self._optimizer_memory = pipelining.optimizer
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._kept_cuts: dict[bool, Structure] = {}
-        check_not_inside(original)
+        refuse_inner_ddp(original)
         note_data_parallel()
         super().__init__(original, options, **settings)
         self.own_options = True
@@ -135,7 +135,7 @@ class PipelinedState(CompiledState):
         if step_inputs.optimizer is not None:
             self._know(step_inputs.optimizer)
         refuse_sharded_step(model)
-        parallel = data_parallel_around(model, self)
+        parallel = find_outer_ddp(model, self)
         if parallel is None:
             return self._replanned(lambda: self.pipeline.forward_backward(step_inputs))
 
@@ -178,7 +178,7 @@ class PipelinedState(CompiledState):
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_sharded_parts(self.original)
-        return cut_alike(lambda: self.pipeline.trace(args, kwargs), self.compile)
+        return run_cut_alike(lambda: self.pipeline.trace(args, kwargs), self.compile)
 
     def _is_budgeted(self, devices: Sequence[torch.device]) -> bool:
         return self.pipelining.checkpoint is None and super()._is_budgeted(devices)
@@ -234,11 +234,11 @@ class StateOverProcesses(PipelinedState):
         return self.pipeline.trace(args, kwargs)
 
     def _replan(self, run: Callable[[], Any], devices: Sequence[torch.device]) -> Any:
-        return replanning_together(run, self.compile, self.learned, self._is_budgeted(devices), self._processes)
+        return replan_on_all_ranks(run, self.compile, self.learned, self._is_budgeted(devices), self._processes)
 
     def of_this_rank(self, named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """Select the named tensors that this rank owns."""
-        return own_state.of_this_rank(self._processes, named)
+        return own_state.select_own(self._processes, named)
 
     def check_copyable(self) -> None:
         """Refused.
@@ -271,7 +271,7 @@ class StateOverProcesses(PipelinedState):
 
     def own_state(self, state: Any, prefix: str) -> Any:
         """A state dict without the tensors of other ranks."""
-        return own_state.own_state(self._processes, state, prefix)
+        return own_state.select_own_state(self._processes, state, prefix)
 
     def load_state(self, load: Callable[..., Any], state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Copy what this rank owns from a state dict, which may have more."""

@@ -19,11 +19,11 @@ from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
 from roundpipe_fx.distributed.tensor_parallel import (
     check_tensor_parallel,
     local_tensor,
-    rewrapped,
+    replace_local_tensors,
     tensor_parallel_ranks,
 )
 from roundpipe_fx.ir.decisions import ModelMemory
-from roundpipe_fx.ir.options import Options, meant
+from roundpipe_fx.ir.options import Options, suggest_name
 from roundpipe_fx.pipeline.batches.microbatch import row_counts, split_inputs
 from roundpipe_fx.pipeline.settings import Undivided, parse_pipelining
 from roundpipe_fx.report.plan import Plan
@@ -186,7 +186,7 @@ def plan(
     options = dataclasses.replace(options, memory_budget=budget, device_name=name)
     # Not on the meta device: there operations like ``nll_loss`` have a kernel and no gradient, and the backward of the
     # loss would be missing in the graph.
-    stand_ins = _stand_ins(model, (args, kwargs), rewrapped(fakes_on("cpu")))
+    stand_ins = _stand_ins(model, (args, kwargs), replace_local_tensors(fakes_on("cpu")))
     args, kwargs = tree_map(lambda value: stand_ins.get(id(value), value), (args, kwargs))
     undivided = None
     tokens = _tokens((args, kwargs))
@@ -337,11 +337,11 @@ def _microbatch_of(inputs: Any, devices: int, ranks: int, num_microbatches: int 
             "all divisions of the devices are to run equal microbatches. Give a divisor of the rows."
         )
     # A part of a batch would be priced with the storage of all of it.
-    microbatch = tree_map_only(torch.Tensor, _alone, split_inputs(args, kwargs, count)[0])
+    microbatch = tree_map_only(torch.Tensor, _copy_storage, split_inputs(args, kwargs, count)[0])
     return Undivided(devices, count, ranks), microbatch
 
 
-def _alone(value: torch.Tensor) -> torch.Tensor:
+def _copy_storage(value: torch.Tensor) -> torch.Tensor:
     """A copy with a storage of its own."""
     return value.detach().clone().requires_grad_(value.requires_grad)
 
@@ -382,7 +382,7 @@ def _check_names(model: nn.Module, inputs: Collection[str]) -> None:
     accepted = inspect.signature(model.forward).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     for name in inputs:
-        hint = meant(name, _OPTIONS, cutoff=0.8)
+        hint = suggest_name(name, _OPTIONS, cutoff=0.8)
         if name in accepted or (takes_all and not hint):
             continue
         if takes_all:
@@ -429,7 +429,7 @@ def device_name(device: str | None) -> str:
         return next((name for name in DEVICES if name != "cpu" and name in reported), "cpu")
     if device not in DEVICES:
         known = ", ".join(DEVICES)
-        raise ValueError(f"no roofline for a device named {device!r}.{meant(device, DEVICES)} Known: {known}.")
+        raise ValueError(f"no roofline for a device named {device!r}.{suggest_name(device, DEVICES)} Known: {known}.")
     return device
 
 

@@ -17,7 +17,7 @@ import torch
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.budget import InfeasibleBudgetError, plan_or_error
-from roundpipe_fx.distributed.process_pipeline import NewlyShown, ProcessPipeline
+from roundpipe_fx.distributed.process_pipeline import NewObservations, ProcessPipeline
 from roundpipe_fx.pipeline.capture.captured_calls import UnlikeStagesError
 from roundpipe_fx.pipeline.step.scheduled import UnequalMicrobatchesError
 from roundpipe_fx.report.out_of_memory_text import original_text
@@ -33,7 +33,7 @@ _TRIES = 5
 """Maximum number of times that a step is replanned because its microbatches do not fit together."""
 
 
-def replanning(
+def run_with_replanning(
     run: Callable[[], Any],
     recompile: Callable[[], None],
     learned: Learned,
@@ -55,7 +55,7 @@ def replanning(
         InfeasibleBudgetError: steps have shown that the budget cannot be met.
         torch.OutOfMemoryError: memory ran out with a smaller budget too, or there is no smaller one.
     """
-    run = functools.partial(cut_alike, run, recompile)
+    run = functools.partial(run_cut_alike, run, recompile)
     learned.calls.report()
     if learned.steps.stale and torch.is_grad_enabled():
         plan_or_error(learned.steps.split_budget(learned.share))
@@ -68,7 +68,7 @@ def replanning(
         return run()
     restore = torch_private.save_rng_states(devices)
     try:
-        return _fitted(run, recompile, learned)
+        return _run_fitting(run, recompile, learned)
     except torch.OutOfMemoryError as error:
         if not repeatable():
             raise
@@ -83,7 +83,7 @@ def replanning(
     )
     recompile()
     try:
-        return _fitted(run, recompile, learned)
+        return _run_fitting(run, recompile, learned)
     except InfeasibleBudgetError:
         raise failure from None  # which says what was planned
     except torch.OutOfMemoryError as error:
@@ -91,24 +91,24 @@ def replanning(
     raise failure from None
 
 
-def replanning_together(
+def replan_on_all_ranks(
     run: Callable[[], Any],
     recompile: Callable[[], None],
     learned: Learned,
     budgeted: bool,
     processes: ProcessPipeline,
 ) -> Any:
-    """Run a step on plans that assume the same on all ranks. Arguments as for :func:`replanning`.
+    """Run a step on plans that assume the same on all ranks. Arguments as for :func:`run_with_replanning`.
 
     What steps of all ranks have shown is put together. A rank that runs out of memory fails, and all others with it.
     All graphs are cut like the first, and ranks must not try different things, so less is tried than in one process.
     """
     processes.shown = lambda: None if learned.stale else str(sorted(learned.largest.items()) if budgeted else "")
-    again = functools.partial(_fitted, run, recompile, learned) if budgeted and torch.is_grad_enabled() else run
+    again = functools.partial(_run_fitting, run, recompile, learned) if budgeted and torch.is_grad_enabled() else run
     while True:
         try:
             return again()
-        except NewlyShown:
+        except NewObservations:
             ranks = processes.group.everyone if torch.is_grad_enabled() else processes.group.sharers
             for largest in ranks.gather(learned.largest):
                 learned.merge(largest)
@@ -118,7 +118,7 @@ def replanning_together(
                 recompile()
 
 
-def _fitted(run: Callable[[], Any], recompile: Callable[[], None], learned: Learned) -> Any:
+def _run_fitting(run: Callable[[], Any], recompile: Callable[[], None], learned: Learned) -> Any:
     """Run a step; recompile it for a smaller budget if its microbatches do not fit together."""
     before, refused = learned.share, False
     for _ in range(_TRIES):
@@ -141,7 +141,7 @@ def _fitted(run: Callable[[], Any], recompile: Callable[[], None], learned: Lear
         learned.share = before
 
 
-def cut_alike(run: Callable[[], T], recompile: Callable[[], None]) -> T:
+def run_cut_alike(run: Callable[[], T], recompile: Callable[[], None]) -> T:
     """Run a step; recompile it if earlier steps cut some of its microbatches otherwise than others.
 
     A graph stays as it was cut when it was compiled, with microbatches of other shapes or alone. Recompiled in one

@@ -12,7 +12,7 @@ from typing import Any
 _NAMES = ("input_args", "input_kwargs", "label", "run_config")
 
 
-def in_our_names(
+def translate_arguments(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """The arguments of a step: for the model, and labels.

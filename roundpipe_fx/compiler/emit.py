@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost.launches import seconds_together
+from roundpipe_fx.analysis.cost.launches import seconds_with_launches
 from roundpipe_fx.analysis.cost.roofline import Roofline, roofline_of
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.codegen import (
@@ -88,7 +88,7 @@ def emit(
         unfilled.add(key, node)
         recompute_seconds += node.meta[Mark.SECONDS] if Mark.ORIGIN in node.meta else 0.0
     eager = setting.compiler == "eager"
-    seconds = {key: seconds_together(nodes, setting.costs, eager) for key, nodes in operations.items()}
+    seconds = {key: seconds_with_launches(nodes, setting.costs, eager) for key, nodes in operations.items()}
 
     def rewrite(graph: fx.Graph) -> fx.Graph:
         return run_passes(graph, setting.passes, PassLevel.STAGE_MODULE, setting.context)

@@ -29,11 +29,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from roundpipe_fx.distributed.group import Replicas
-from roundpipe_fx.distributed.layout import dense
+from roundpipe_fx.distributed.layout import as_dense_row
 from roundpipe_fx.distributed.sharded_parameters import ShardedParameter
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
-from roundpipe_fx.schedules.data_parallel import aligned_bytes, reduced_together
+from roundpipe_fx.schedules.data_parallel import aligned_bytes, bucketize
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class GradientReduction:
     waits: bool = False
 
 
-def known_at_end(
+def find_late_gradients(
     programs: Sequence[PipelineProgram], primals: Sequence[Sequence[Any]], ran: Collection[Any]
 ) -> set[int]:
     """Identities of the tensors of whose gradient some part is not computed by an action of this run.
@@ -135,7 +135,7 @@ def reductions_of(
         groups = [
             tuple(keys[position] for position in positions)
             for (dtype, is_sharded), keys in kinds.items()
-            for positions in reduced_together([parameters[key].numel() * dtype.itemsize for key in keys], is_sharded)
+            for positions in bucketize([parameters[key].numel() * dtype.itemsize for key in keys], is_sharded)
         ]
         reductions += [
             GradientReduction(position=bucket.position, keys=keys, waits=bool(sharded) and keys is groups[0])
@@ -185,11 +185,11 @@ class Averaging:
             # Popped after the start: if this rank fails in between, `go_without_values` starts it with zeros.
             self.reductions.pop(0)  # now: one that could not be started is still to be, with zeros
 
-    def go_without_values(self) -> None:
+    def reduce_zeros(self) -> None:
         """Start the remaining reductions with zeros, so that other replicas do not wait for them."""
         while self.reductions:
             keys = self.reductions.pop(0).keys
-            self._start(keys, lambda key: (torch.zeros_like(self._like(key)), True))
+            self._start(keys, lambda key: (torch.zeros_like(self._empty_like(key)), True))
 
     def wait(self) -> None:
         """Wait for what was started."""
@@ -218,10 +218,10 @@ class Averaging:
             if key in gradients:
                 averaged[key] = self.mean(key, gradients.pop(key))
             elif self._unsynchronized_sum(key) is not None:  # this step has no gradient of it
-                averaged[key] = self.mean(key, torch.zeros_like(self._like(key)))
+                averaged[key] = self.mean(key, torch.zeros_like(self._empty_like(key)))
         gradients.update(averaged)
 
-    def _like(self, key: int) -> torch.Tensor:
+    def _empty_like(self, key: int) -> torch.Tensor:
         """A tensor of the shape and strides in which a gradient is reduced: a parameter may have repeated elements."""
         return torch.empty_like(self.parameters[key].detach())
 
@@ -246,10 +246,10 @@ class Averaging:
             self._start_parts(rows.pop(), keys)
             return
         if len(keys) > 1:
-            whole = self._put_together(keys, release)
+            whole = self._bucketize(keys, release)
         else:
             value = self._averaged[keys[0]] = self._share(keys[0], *release(keys[0]))
-            whole = dense(value, value.shape, value.stride())
+            whole = as_dense_row(value, value.shape, value.stride())
         if whole.numel():
             self._started.append((self.replicas.start_sum(whole), lambda: None))
 
@@ -258,13 +258,13 @@ class Averaging:
         like = self.parameters[key]
         # A gradient that is shared, in another layout or a view gets memory of its own before it is divided in place.
         if not owned or total.stride() != like.stride() or total.untyped_storage().nbytes() != total.nbytes:
-            total = self._like(key).copy_(total)
+            total = self._empty_like(key).copy_(total)
         before = self._unsynchronized_sum(key)
         if before is not None:
             total.add_(before)
         return total.div_(self.replicas.size)
 
-    def _put_together(self, keys: Sequence[int], release: Callable[[int], tuple[torch.Tensor, bool]]) -> torch.Tensor:
+    def _bucketize(self, keys: Sequence[int], release: Callable[[int], tuple[torch.Tensor, bool]]) -> torch.Tensor:
         """One tensor with this rank's shares of means, each in the layout of its parameter."""
         of_each = [self.parameters[key].detach() for key in keys]
         lengths = [aligned_bytes(value.numel() * value.itemsize) // value.itemsize for value in of_each]

@@ -184,7 +184,7 @@ def save_files(ownership: Ownership, group: PipelineGroup, path: str | Path) -> 
     folder = Path(path)
     everyone = group.everyone
     with all_or_none(everyone, "save the model"):
-        missing = ownership.missing()
+        missing = ownership.missing_names()
         if missing:
             raise RuntimeError(f"{missing[0]!r} (of {len(missing)} tensors of this rank) has no values to be saved.")
     tensors = _tensors_to_write(ownership, group)

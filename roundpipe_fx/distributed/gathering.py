@@ -10,7 +10,7 @@ runs, on a process group of their own, so that they wait neither for messages of
 
 With a budget, parameters that would be dropped stay as long as it has room for them
 (:mod:`roundpipe_fx.schedules.sharding`). Every replica starts the same gathers in the same order: ranks compare
-:func:`text_of` before a step. Small parameters
+:func:`gathers_text` before a step. Small parameters
 of a window travel as one tensor, each part of which has the rows of one replica.
 """
 
@@ -30,7 +30,7 @@ from roundpipe_fx.schedules.data_parallel import SMALL_BYTES
 from roundpipe_fx.schedules.sharding import KeptGathered
 
 
-def steps_of(
+def plan_gathers(
     instructions: Sequence[Instruction],
     primals: Sequence[Sequence[Any]],
     sharded: Collection[int],
@@ -97,7 +97,7 @@ def refuse_escapes(
                 check(batch, program.views.get(number), f"stage {instruction.action.stage} sends another rank")
 
 
-def text_of(steps: Mapping[int, PrefetchStep], names: Mapping[int, str]) -> str:
+def gathers_text(steps: Mapping[int, PrefetchStep], names: Mapping[int, str]) -> str:
     """The gathers of a run in order, for comparison between replicas."""
     return "\n".join(
         " ".join(names[id(value)] for value in (*steps[position].first, *steps[position].ahead))

@@ -40,13 +40,13 @@ class Replicas(Ranks):
     def __init__(self, ranks: list[int], timeout: timedelta, backend: str) -> None:
         super().__init__(ranks, timeout, "replicas")
         # Tensors on the CPU travel over gloo in any case.
-        self._tensors = self._host if backend == "gloo" else self._another(backend)
+        self._tensors = self._host if backend == "gloo" else self._make_group(backend)
         self._gathers: OwnGroup | None = None
         self._backend = backend
 
     def prepare_gathers(self) -> None:
         """Make the group of :meth:`start_gather`, which waits for no reduction. Every rank must call it."""
-        self._gathers = self._another(self._backend)
+        self._gathers = self._make_group(self._backend)
 
     def start_gather(self, whole: torch.Tensor, part: torch.Tensor) -> dist.Work:
         """Start gathering the parts of all replicas, one-dimensional and equally large, in one tensor."""
@@ -111,7 +111,7 @@ class PipelineGroup(Ranks):
             self.device = torch.device(self.device.type, torch.accelerator.current_device_index())
         # Gloo matches messages of a direction and a tag in order, whatever goes the other way.
         self._up, self._down = (
-            (self._host, self._host) if backend == "gloo" else (self._another(backend), self._another(backend))
+            (self._host, self._host) if backend == "gloo" else (self._make_group(backend), self._make_group(backend))
         )
         self.replica, self.part, self.parts = replica, part, len(ranks[0])
         self.replicas: Replicas | None = None

@@ -80,13 +80,13 @@ def numbers_of(values: Sequence[Any], layouts: Sequence[ValueLayout]) -> list[in
     return numbers
 
 
-def received(layouts: Sequence[ValueLayout], numbers: Sequence[int]) -> list[Any]:
+def split_numbers(layouts: Sequence[ValueLayout], numbers: Sequence[int]) -> list[Any]:
     """From what has travelled first: the numbers among the values, and (shape, stride) of each tensor."""
     rest = iter(numbers)
-    return [_received(layout, rest) for layout in layouts]
+    return [_read_number(layout, rest) for layout in layouts]
 
 
-def _received(layout: ValueLayout, rest: Iterator[int]) -> Any:
+def _read_number(layout: ValueLayout, rest: Iterator[int]) -> Any:
     if layout.kind == "tensor":
         if layout.shape is not None:
             return layout.shape, layout.stride
@@ -98,12 +98,12 @@ def _received(layout: ValueLayout, rest: Iterator[int]) -> Any:
     return bool(number) if layout.kind == "bool" else number
 
 
-def dense(value: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+def as_dense_row(value: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
     """The elements of a tensor in the order in which they lie in memory with given strides, one-dimensional.
 
     It is a view if the tensor is dense with those strides, else a copy. What is repeated (stride 0) occurs once.
     """
-    narrow = _narrow(shape, stride)
+    narrow = _drop_repeated(shape, stride)
     # Not dense in these strides: the elements are copied in the order that memory will have.
     if tuple(value.stride()) != tuple(stride) or not _is_dense(narrow, stride):
         order = sorted(range(len(narrow)), key=lambda dim: -stride[dim])
@@ -112,9 +112,9 @@ def dense(value: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> t
     return value.as_strided((_count(narrow),), (1,))
 
 
-def strided(flat: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """The tensor of a shape and strides whose elements :func:`dense` has put in a row."""
-    narrow = _narrow(shape, stride)
+def as_strided_tensor(flat: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """The tensor of a shape and strides whose elements :func:`as_dense_row` has put in a row."""
+    narrow = _drop_repeated(shape, stride)
     if _is_dense(narrow, stride):
         return flat.as_strided(shape, stride)
     order = sorted(range(len(narrow)), key=lambda dim: -stride[dim])
@@ -124,11 +124,11 @@ def strided(flat: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> 
 
 
 def count(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Number of elements that :func:`dense` returns."""
-    return _count(_narrow(shape, stride))
+    """Number of elements that :func:`as_dense_row` returns."""
+    return _count(_drop_repeated(shape, stride))
 
 
-def _narrow(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+def _drop_repeated(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """A shape with every dimension along which elements are repeated once."""
     return tuple(min(size, 1) if step == 0 else size for size, step in zip(shape, stride, strict=True))
 

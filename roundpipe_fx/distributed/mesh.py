@@ -126,7 +126,7 @@ def _check_parallel_layers(mesh: DeviceMesh, model: nn.Module, sharded: bool) ->
     return size
 
 
-def on_mesh(pipelining: Pipelining, mesh: DeviceMesh, model: nn.Module, shard: str | None) -> Pipelining:
+def set_mesh(pipelining: Pipelining, mesh: DeviceMesh, model: nn.Module, shard: str | None) -> Pipelining:
     """Make the setting of a step that is pipelined over the processes of a mesh.
 
     Args:

@@ -45,7 +45,7 @@ def process_pipeline(
     return ProcessPipeline(model, PipelineGroup(mesh), text, shard_mesh, options.memory_budget is not None)
 
 
-def of_this_rank(processes: ProcessPipeline, named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+def select_own(processes: ProcessPipeline, named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
     """Tensors that this rank owns.
 
     Raises:
@@ -87,7 +87,7 @@ def save(processes: ProcessPipeline, path: str | Path) -> None:
     save_files(processes.ownership, processes.group, path)
 
 
-def initialize_own(processes: ProcessPipeline, fill: Fill) -> None:
+def initialize_own_tensors(processes: ProcessPipeline, fill: Fill) -> None:
     """Let a function write what this rank owns."""
     _check_planned(processes)
     seed = _seed(processes)
@@ -107,7 +107,7 @@ def _seed(processes: ProcessPipeline) -> int:
     return seed
 
 
-def own_state(processes: ProcessPipeline, state: Any, prefix: str) -> Any:
+def select_own_state(processes: ProcessPipeline, state: Any, prefix: str) -> Any:
     """A state dict without the tensors of other ranks."""
     _check_planned(processes)
     for name, value in named_tensors(processes.ownership.model):

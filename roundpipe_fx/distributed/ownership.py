@@ -251,11 +251,11 @@ class Ownership:
             write(value.data)
         self.unloaded.discard(id(value))
 
-    def missing(self) -> list[str]:
+    def missing_names(self) -> list[str]:
         """The names of what this rank owns and has no values of."""
         return [name for name, value in self.named() if self.owns(value) and id(value) in self.unloaded]
 
-    def writable(self, updated: Iterable[torch.Tensor]) -> _Writable:
+    def make_writable(self, updated: Iterable[torch.Tensor]) -> _Writable:
         """Context manager in which tensors that other ranks own can be written to, to no effect."""
         return _Writable([(value, self._sizes[id(value)]) for value in updated if id(value) in self._sizes])
 
@@ -273,7 +273,7 @@ class _Writable:
             value.untyped_storage().resize_(0)
 
 
-def gradients_elsewhere(
+def find_remote_gradients(
     instructions: Sequence[Sequence[Instruction]],
     programs: Sequence[PipelineProgram],
     primals: Sequence[Sequence[object]],

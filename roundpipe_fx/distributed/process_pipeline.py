@@ -29,17 +29,17 @@ from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.distributed.agreement import FIRST_BATCH, GATHERS, KnownStep, Statement, agree, known_to_all
 from roundpipe_fx.distributed.gathering import Gathering
 from roundpipe_fx.distributed.group import PipelineGroup
-from roundpipe_fx.distributed.ownership import Ownership, gradients_elsewhere, readers_of
+from roundpipe_fx.distributed.ownership import Ownership, find_remote_gradients, readers_of
 from roundpipe_fx.distributed.process_transport import ProcessTransport
 from roundpipe_fx.distributed.rank_plans import RankPlan, RankPlans, batch_text, shapes_text
 from roundpipe_fx.distributed.replication import Replication
 from roundpipe_fx.distributed.results import (
     AgreedCalls,
+    broadcast_value,
     end_bytes_of,
+    iterate_shared_outputs,
     replace_updates,
     run_end_of,
-    shared_outputs_of,
-    shared_value,
     sum_gradients,
 )
 from roundpipe_fx.distributed.run_end import EndBytes
@@ -67,7 +67,7 @@ class _Prepared:
     rank_plan: RankPlan
 
 
-class NewlyShown(Exception):
+class NewObservations(Exception):
     """Steps have shown something on some rank that no plan takes into account yet. Raised on all, before a step."""
 
 
@@ -132,7 +132,7 @@ class ProcessPipeline(Local):
     @contextlib.contextmanager
     def calling(self, updated: Mapping[int, torch.Tensor]) -> Iterator[None]:
         """Context manager in which tensors that other ranks own look as if they were here."""
-        with self.ownership.shards.traced(), self.ownership.writable(updated.values()):
+        with self.ownership.shards.traced(), self.ownership.make_writable(updated.values()):
             yield
 
     def agreed(
@@ -164,7 +164,7 @@ class ProcessPipeline(Local):
         ranks, size, parts = self.group.sharers if alone else self.group.everyone, self.group.size, self.group.parts
         texts = {"options": self._options, "no_sync()": "outside" if synchronizing else "inside"}
         among = {"batch": batch_text(batch)}
-        ready = functools.partial(self._ready, microbatches=microbatches, alone=alone)
+        ready = functools.partial(self._make_agreed, microbatches=microbatches, alone=alone)
 
         def prepare() -> tuple[CapturedCalls, Scheduled]:
             captured = capture()
@@ -172,10 +172,10 @@ class ProcessPipeline(Local):
 
         # Fast path: a batch like an earlier one. One exchange of a few numbers replaces three of texts.
         if not first:
-            prepared = self._known(among["batch"], prepare, runs)
+            prepared = self._find_known(among["batch"], prepare, runs)
             known = None
             if prepared is not None:
-                everywhere, decided = self._compared(prepared.rank_plan, first)
+                everywhere, decided = self._texts_to_compare(prepared.rank_plan, first)
                 known = KnownStep(
                     global_texts=(*texts.values(), *everywhere.values()),
                     per_replica_texts=(*among.values(), prepared.rank_plan.digest, prepared.rank_plan.collectives),
@@ -186,7 +186,7 @@ class ProcessPipeline(Local):
             by_all = known_to_all(ranks, known, self.shown() if runs else "", size, parts)
             # Something new was seen on some rank: all replan first, together.
             if not by_all.shown:
-                raise NewlyShown
+                raise NewObservations
             if by_all.same:
                 assert prepared is not None
                 return ready(prepared.captured, generators=by_all.generators, end_bytes=by_all.end_bytes)
@@ -196,13 +196,13 @@ class ProcessPipeline(Local):
         agree(ranks, Statement(global_fields=texts, per_replica_fields=among), size, parts)
         # From here on a failure of one rank must reach all of them, since the others wait in the same exchange.
         try:
-            prepared = self._prepared(prepare, runs)
+            prepared = self._prepare(prepare, runs)
         except BaseException as error:
             unfitting = error.unfitting if isinstance(error, UnequalMicrobatchesError) else None
             agree(ranks, Statement(failure=f"{type(error).__name__}: {error}", unfitting=unfitting), size)
             raise
         plan = prepared.rank_plan
-        everywhere, decided = self._compared(plan, first)
+        everywhere, decided = self._texts_to_compare(plan, first)
         state = self._generator(prepared.captured)
         among_parts = {"plan": plan.digest, "collectives": plan.collectives} if parts > 1 else {}
         generators = agree(
@@ -226,7 +226,7 @@ class ProcessPipeline(Local):
         self._tries.setdefault(among["batch"], _TRIES)
         return captured
 
-    def _known(
+    def _find_known(
         self, batch: str, prepare: Callable[[], tuple[CapturedCalls, Scheduled]], runs: bool
     ) -> _Prepared | None:
         """The run for a batch like one that was agreed on; ``None``: this rank would have to trace for it.
@@ -238,12 +238,12 @@ class ProcessPipeline(Local):
         try:
             # A cache miss here would trace on this rank alone. The stance turns it into an exception.
             with torch.compiler.set_stance("fail_on_recompile"):
-                return self._prepared(prepare, runs)
+                return self._prepare(prepare, runs)
         except Exception:  # what it is, all ranks are told when it is raised again, after they have agreed to trace
             self._tries[batch] -= 1
             return None
 
-    def _prepared(self, prepare: Callable[[], tuple[CapturedCalls, Scheduled]], runs: bool) -> _Prepared:
+    def _prepare(self, prepare: Callable[[], tuple[CapturedCalls, Scheduled]], runs: bool) -> _Prepared:
         """Capture and plan on this rank."""
         captured, scheduled = prepare()
         readers = readers_of(scheduled.instructions, captured.programs, captured.primals)
@@ -261,7 +261,7 @@ class ProcessPipeline(Local):
         plan = self._plans.of(captured, scheduled, None)
         self.ownership.assign_owners(readers)
         self.structure = self.structure or captured.graphs[0].pipeline.structure
-        missing = self.ownership.missing() if runs else []
+        missing = self.ownership.missing_names() if runs else []
         if missing:
             raise RuntimeError(
                 f"the model was built without memory, and {missing[0]!r} (of {len(missing)} tensors of this rank) "
@@ -269,7 +269,7 @@ class ProcessPipeline(Local):
             )
         return _Prepared(captured, plan)
 
-    def _compared(self, plan: RankPlan, first: bool) -> tuple[dict[str, str], dict[str, str]]:
+    def _texts_to_compare(self, plan: RankPlan, first: bool) -> tuple[dict[str, str], dict[str, str]]:
         """Texts by name: what is to be the same on all ranks of all pipelines, and on those of one."""
         decided = {"graph": plan.graphs, "plan": plan.digest}
         everywhere = dict(decided) if first and self.group.parts == 1 else {}
@@ -282,7 +282,7 @@ class ProcessPipeline(Local):
     def _generator(self, captured: CapturedCalls) -> bytes:
         return random_streams.state_of(self.generator_device(captured)).numpy().tobytes()
 
-    def _ready(
+    def _make_agreed(
         self,
         captured: CapturedCalls,
         *,
@@ -333,7 +333,7 @@ class ProcessPipeline(Local):
             for instruction in of_device
         }
         # Outputs are computed on some rank and returned on all of them.
-        shared_outputs = [*shared_outputs_of(captured, where, self.ownership.owners or {})]
+        shared_outputs = [*iterate_shared_outputs(captured, where, self.ownership.owners or {})]
         end = run_end_of(captured, where, shared_outputs, self.group, self.replication.alike, streams[0])
         transport = ProcessTransport(
             self.group,
@@ -345,7 +345,9 @@ class ProcessPipeline(Local):
         )
         differentiates = any(program.tangents for program in programs) and (kinds is None or bool(inherited))
         if differentiates:
-            shared = gradients_elsewhere(scheduled_of(captured, None).instructions, programs, primals, self._owners_of)
+            shared = find_remote_gradients(
+                scheduled_of(captured, None).instructions, programs, primals, self._owners_of
+            )
             averaging = None
             if captured.averaged:
                 averaging = self.replication.averaging(instructions, programs, primals, shared)
@@ -373,7 +375,7 @@ class ProcessPipeline(Local):
         for output in shared_outputs:
             if output not in end.outputs:
                 of_batch = finished.outputs[output.microbatch]
-                of_batch[output.position] = shared_value(
+                of_batch[output.position] = broadcast_value(
                     self.group, of_batch[output.position], output.layout, output.root
                 )
         replace_updates(captured, where, finished.outputs, rank)

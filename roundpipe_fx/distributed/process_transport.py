@@ -27,14 +27,14 @@ import torch
 from roundpipe_fx.distributed.averaging import Averaging
 from roundpipe_fx.distributed.gathering import Gathering
 from roundpipe_fx.distributed.group import PipelineGroup
-from roundpipe_fx.distributed.layout import count, dense, numbers_of, received, strided
+from roundpipe_fx.distributed.layout import as_dense_row, as_strided_tensor, count, numbers_of, split_numbers
 from roundpipe_fx.distributed.ranks import Ranks, RemoteError, note_lost_rank
 from roundpipe_fx.distributed.run_end import RunEnd
 from roundpipe_fx.distributed.transfer_orders import Parcel, RankTransfers
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Instruction
 from roundpipe_fx.runtime.random_streams import RandomStream
-from roundpipe_fx.runtime.stage_collectives import Collective, begin_stage, started
+from roundpipe_fx.runtime.stage_collectives import Collective, begin_stage, count_started
 from roundpipe_fx.runtime.worker import Stopped
 from roundpipe_fx.schedules import StageAction
 
@@ -127,13 +127,13 @@ class ProcessTransport:
         # end.
         if time.monotonic() - self._looked > _LOOK:
             self._looked = time.monotonic()
-            if self._together.reported(self._run) is not None:
+            if self._together.read_report(self._run) is not None:
                 raise Stopped
         if self._stopped:
             raise Stopped
-        self._begin(position)
+        self._begin_instruction(position)
 
-    def _begin(self, position: int) -> None:
+    def _begin_instruction(self, position: int) -> None:
         self._position, self._sent = position, False
         begin_stage()
         whole = position == len(self._transfers.starts)
@@ -177,7 +177,7 @@ class ProcessTransport:
             arriving.integers[1].wait()
             integers = arriving.integers[0].tolist()
         layouts = arriving.parcel.layouts
-        arriving.values, arriving.bodies = received(layouts, integers), []
+        arriving.values, arriving.bodies = split_numbers(layouts, integers), []
         # Only tensors have bodies: integers are in the first message, and a generator's state in a message of its own.
         for layout, value in zip(layouts, arriving.values, strict=True):
             if layout.kind == "tensor":
@@ -210,7 +210,7 @@ class ProcessTransport:
                 body, work = next(bodies)
                 if work is not None:
                     work.wait()
-                value = strided(body, *value)
+                value = as_strided_tensor(body, *value)
             received[number] = value
         return received
 
@@ -264,29 +264,29 @@ class ProcessTransport:
     def abandon(self, device: int, failure: BaseException | None) -> None:
         """Report a failure, and go through the remaining transfers and collectives with zeros."""
         # A failure after another rank's may come from the zeros that it sends, which are empty where sizes are unknown.
-        self._follows = self._together.reported(self._run) is not None
+        self._follows = self._together.read_report(self._run) is not None
         if not self._follows:
             self._together.report(self._run, _text(self._together, failure))
         try:
             if self._averaging is not None:
-                self._averaging.go_without_values()
-            self._go_without_values(device)
+                self._averaging.reduce_zeros()
+            self._exchange_zeros(device)
             # Each position is passed through as if it had run: receives are started in the same order, and every
             # operation of another rank finds its counterpart.
             while self._position < len(self._transfers.starts):
-                self._begin(self._position + 1)
-                self._go_without_values(device)
+                self._begin_instruction(self._position + 1)
+                self._exchange_zeros(device)
         except RuntimeError:
             note_lost_rank()  # the other end is gone too; what it left behind ends with its process
 
-    def _go_without_values(self, device: int) -> None:
+    def _exchange_zeros(self, device: int) -> None:
         """Receive what the current instruction reads, and run collectives and send with zeros."""
         if not 0 <= self._position < len(self._transfers.starts):
             return
         for parcel in self._transfers.reads[self._position]:
             self.receive(device, parcel.step, parcel.microbatch)
         # Collectives that the failed action had started have their counterparts already; the others follow with zeros.
-        for run in () if self._sent else self._collectives[self._position][started() :]:
+        for run in () if self._sent else self._collectives[self._position][count_started() :]:
             run()
         for parcel in () if self._sent else self._transfers.sends[self._position].values():
             self._start_sending(parcel, *_zeros(parcel, self._group.device))
@@ -300,7 +300,7 @@ class ProcessTransport:
         """
         try:
             failed = self._end.exchange(failure is not None or self._stopped, outputs)
-            report = self._together.reported(self._run)
+            report = self._together.read_report(self._run)
             if self._averaging is not None and (failed or report is not None):
                 self._averaging.wait()  # of the next step's reductions none must meet one of these
         except RuntimeError as lost:
@@ -324,7 +324,7 @@ class ProcessTransport:
 def _packed(parcel: Parcel, values: Sequence[Any]) -> tuple[list[int], list[torch.Tensor]]:
     """The integers of a parcel, and the dense elements of its tensors."""
     bodies = [
-        dense(value, layout.shape or value.shape, layout.stride or value.stride())
+        as_dense_row(value, layout.shape or value.shape, layout.stride or value.stride())
         for value, layout in zip(values, parcel.layouts, strict=True)
         if layout.kind == "tensor"
     ]

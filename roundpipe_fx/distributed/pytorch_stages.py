@@ -22,14 +22,14 @@ from roundpipe_fx.codegen.forward_stages import ForwardStage, forward_stages
 from roundpipe_fx.distributed.agreement import all_or_none
 from roundpipe_fx.distributed.layout import ValueLayout
 from roundpipe_fx.distributed.process_pipeline import ProcessPipeline
-from roundpipe_fx.distributed.results import shared_value
+from roundpipe_fx.distributed.results import broadcast_value
 from roundpipe_fx.pipeline.capture.captured_calls import TracedStep
 from roundpipe_fx.runtime.pipeline_program import Instruction
 from roundpipe_fx.schedules import ActionKind
 from roundpipe_fx.torch_private import key_get, keystr, tree_flatten_with_path
 
 
-class _Of(NamedTuple):
+class _InputSource(NamedTuple):
     """Where a stage gets an input of its graph from.
 
     Attributes:
@@ -43,11 +43,11 @@ class _Of(NamedTuple):
     path: tuple[Any, ...] = ()
 
 
-class _Tensors(nn.Module):
+class _TensorHolder(nn.Module):
     """Holds parameters, buffers and others of its kind, under the names that they have in the model."""
 
 
-class _Stage(_Tensors):
+class _Stage(_TensorHolder):
     """The forward of one stage.
 
     Args:
@@ -62,7 +62,7 @@ class _Stage(_Tensors):
         *,
         stage: ForwardStage,
         number: int,
-        sources: Sequence[_Of],
+        sources: Sequence[_InputSource],
         signature: inspect.Signature,
         last: bool,
         training: bool,
@@ -138,7 +138,7 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
                 "with shard='dp' parameters are gathered by this runtime: compile without shard, and call fully_shard "
                 "on the submod of each exported stage."
             )
-        missing = ownership.missing()
+        missing = ownership.missing_names()
         if missing:
             raise RuntimeError(
                 f"{missing[0]!r} (of {len(missing)} tensors of this rank) has no values yet: call model.load(folder) "
@@ -156,19 +156,21 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
         positions = {node: position for position, node in enumerate(joint.primals)}
         primals = traced.captured.primals[0]
         tensors = {id(value): value for _, value in ownership.named()}
-        sources = _sources(
+        sources = _find_sources(
             traced, [primals[positions[node]] for exported in stages for node in exported.primals], processes
         )
         # What each stage reads of the model. A tensor that a stage of another rank reads (a tied embedding) is sent
         # there once: PyTorch's runtime has no means to share a parameter.
         read = [{id(primals[positions[node]]) for node in exported.primals} & tensors.keys() for exported in stages]
-        wanted = _read_elsewhere(ownership.owners or {}, tensors, read, ranks)
-        metas = _metas(stages, [[primals[positions[node]] for node in exported.primals] for exported in stages])
+        wanted = _find_foreign_reads(ownership.owners or {}, tensors, read, ranks)
+        metas = _infer_meta_results(
+            stages, [[primals[positions[node]] for node in exported.primals] for exported in stages]
+        )
     owners = ownership.owners or {}
     # A collective per tensor, in the same order on every rank: all ranks run this loop, whether or not they need the
     # value.
     for key in wanted:
-        value = shared_value(group, tensors[key].detach(), ValueLayout.of(tensors[key]), min(owners[key]))
+        value = broadcast_value(group, tensors[key].detach(), ValueLayout.of(tensors[key]), min(owners[key]))
         if group.rank not in owners[key]:
             tensors[key] = nn.Parameter(value, False) if isinstance(tensors[key], nn.Parameter) else value
     # Tensors that this rank owns and no stage reads (unused parameters) are held by the first stage.
@@ -188,8 +190,8 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
             last=number == len(stages) - 1,
             training=ownership.model.training,
         )
-        _hold(module, ownership.model, {key: tensors[key] for key in read[number]}, ownership)
-        arguments: Any = metas[number - 1] if number else _given(traced.args)
+        _register_tensors(module, ownership.model, {key: tensors[key] for key in read[number]}, ownership)
+        arguments: Any = metas[number - 1] if number else _require_tensors(traced.args)
         made.append(
             PipelineStage(
                 module,
@@ -204,7 +206,7 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
     return made
 
 
-def _given(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+def _require_tensors(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     """Positional arguments of the first stage."""
     if not all(isinstance(value, torch.Tensor) for value in args):
         raise ValueError("PyTorch's pipeline takes tensors by position: give other arguments by keyword.")
@@ -233,12 +235,12 @@ def _ranks_of(instructions: Sequence[Sequence[Instruction]], count: int) -> list
     return ranks
 
 
-def _sources(traced: TracedStep, read: Sequence[Any], processes: ProcessPipeline) -> dict[int, _Of]:
+def _find_sources(traced: TracedStep, read: Sequence[Any], processes: ProcessPipeline) -> dict[int, _InputSource]:
     """Where each input of stages comes from, by its identity."""
-    sources: dict[int, _Of] = {}
+    sources: dict[int, _InputSource] = {}
     # The first name of a tensor with several: tied weights stand once in the stage.
     for name, value in processes.ownership.named():
-        sources.setdefault(id(value), _Of(tensor=name))
+        sources.setdefault(id(value), _InputSource(tensor=name))
     signature = inspect.signature(processes.ownership.model.forward)
     arguments = dict(signature.bind_partial(*traced.args, **traced.kwargs).arguments)
     if traced.labels is not None:
@@ -250,7 +252,7 @@ def _sources(traced: TracedStep, read: Sequence[Any], processes: ProcessPipeline
                 # A tensor that is a parameter and an argument at once, or two arguments: which of them the caller
                 # changes in the next step cannot be seen.
                 twice |= {id(value)} & wanted & sources.keys()
-                sources.setdefault(id(value), _Of(argument=name, path=tuple(path)))
+                sources.setdefault(id(value), _InputSource(argument=name, path=tuple(path)))
     for value in read:
         source = sources.get(id(value))
         if not isinstance(value, torch.Tensor) or source is None or id(value) in twice:
@@ -263,7 +265,7 @@ def _sources(traced: TracedStep, read: Sequence[Any], processes: ProcessPipeline
     return sources
 
 
-def _read_elsewhere(
+def _find_foreign_reads(
     owners: Mapping[int, frozenset[int]],
     tensors: Mapping[int, torch.Tensor],
     read: Sequence[set[int]],
@@ -277,7 +279,9 @@ def _read_elsewhere(
     ]
 
 
-def _metas(stages: Sequence[ForwardStage], primals: Sequence[Sequence[torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
+def _infer_meta_results(
+    stages: Sequence[ForwardStage], primals: Sequence[Sequence[torch.Tensor]]
+) -> list[tuple[torch.Tensor, ...]]:
     """Results of each stage on the meta device, found by running its graph on fake tensors."""
     received: list[torch.Tensor] = []
     metas = []
@@ -301,7 +305,7 @@ def _metas(stages: Sequence[ForwardStage], primals: Sequence[Sequence[torch.Tens
     return metas
 
 
-def _hold(module: nn.Module, model: nn.Module, tensors: Mapping[int, torch.Tensor], ownership: Any) -> None:
+def _register_tensors(module: nn.Module, model: nn.Module, tensors: Mapping[int, torch.Tensor], ownership: Any) -> None:
     """Register tensors under the names that they have in the model."""
     # Buffers with `persistent=False` must stay out of the stage's `state_dict`, too.
     saved = model.state_dict(keep_vars=True).keys()
@@ -314,7 +318,7 @@ def _hold(module: nn.Module, model: nn.Module, tensors: Mapping[int, torch.Tenso
         # those of the model.
         for part in path:
             if not hasattr(parent, part):
-                parent.add_module(part, _Tensors())
+                parent.add_module(part, _TensorHolder())
             parent = parent.get_submodule(part)
         if isinstance(target, nn.Parameter):
             parent.register_parameter(last, target)

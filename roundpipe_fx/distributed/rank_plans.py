@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from roundpipe_fx.distributed.gathering import refuse_escapes, steps_of, text_of
+from roundpipe_fx.distributed.gathering import gathers_text, plan_gathers, refuse_escapes
 from roundpipe_fx.distributed.ownership import Ownership
-from roundpipe_fx.distributed.transfer_orders import RankTransfers, check_transfers, orders_of, transfers_of
+from roundpipe_fx.distributed.transfer_orders import RankTransfers, check_transfers, make_orders, transfers_of
 from roundpipe_fx.ir.collectives import collective_name, group_of, is_collective
 from roundpipe_fx.pipeline.batches.structures import iterate_leaves
 from roundpipe_fx.pipeline.capture.captured_calls import CapturedCalls
@@ -188,7 +188,7 @@ class RankPlans:
         key = (kinds, *(id(program) for program in captured.programs))
         if key not in self._plans:
             transfers = transfers_of(instructions, captured.programs)
-            orders = orders_of(instructions, transfers)
+            orders = make_orders(instructions, transfers)
             reads = merge_stage_graphs([program.graph for program in captured.programs]).reads
             # Every rank checks all ranks' orders, so that all raise, and none waits for one that did not start.
             check_transfers(orders, reads, [transfer.late for transfer in transfers])
@@ -197,7 +197,7 @@ class RankPlans:
             if self._ownership.shards.mesh is not None:
                 refuse_escapes(instructions, captured.programs, captured.primals, names)
                 ranks = range(len(instructions))
-                gathers = "\n\n".join(text_of(self.gathers(captured, scheduled, rank), names) for rank in ranks)
+                gathers = "\n\n".join(gathers_text(self.gathers(captured, scheduled, rank), names) for rank in ranks)
             self._plans[key] = RankPlan(
                 transfers=transfers[self._rank],
                 graphs="\n\n".join(dict.fromkeys(self._text_of(graph) for graph in captured.graphs)),
@@ -211,7 +211,7 @@ class RankPlans:
     def gathers(self, captured: CapturedCalls, scheduled: Scheduled, rank: int) -> Mapping[int, PrefetchStep]:
         """Tensors that a rank gathers and drops, by position of the instruction."""
         sharded = {id(v) for _, v in self._ownership.named() if isinstance(v, nn.Parameter) and v.dim()}
-        return steps_of(scheduled.instructions[rank], captured.primals, sharded, scheduled.kept[rank])
+        return plan_gathers(scheduled.instructions[rank], captured.primals, sharded, scheduled.kept[rank])
 
     def _text_of(self, graph: PipelinedGraph) -> str:
         # The graph is kept with its text, so that its id is not given to another.

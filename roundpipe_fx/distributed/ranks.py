@@ -94,12 +94,12 @@ class Ranks:
         self.ranks, self._timeout = list(ranks), timeout
         # Process groups sort their ranks; callers use the order of the mesh.
         self._positions = [sorted(ranks).index(rank) for rank in ranks]
-        self._host = self._another("gloo")
+        self._host = self._make_group("gloo")
         self._unique = self.share(uuid.uuid4().hex, 0)
         self._store = default_store()
         self._runs = 0
 
-    def _another(self, backend: str) -> OwnGroup:
+    def _make_group(self, backend: str) -> OwnGroup:
         """A process group of their own."""
         return OwnGroup(self.ranks, self._timeout, backend)
 
@@ -110,26 +110,26 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, in order of ranks. Every rank must call it."""
         gathered: list[Any] = [None] * self.size
-        with _all_take_part():
+        with _note_if_failed():
             dist.all_gather_object(gathered, value, group=self._host())
         return [gathered[position] for position in self._positions]
 
     def gather_record(self, record: torch.Tensor) -> torch.Tensor:
         """A one-dimensional tensor of every rank, equally large on all, by rank. Every rank must call it."""
         gathered = record.new_empty(self.size * len(record))
-        with _all_take_part():
+        with _note_if_failed():
             gather_into(gathered, record, self._host()).wait()
         return gathered.view(self.size, -1)[self._positions]
 
     def maximum(self, record: torch.Tensor) -> None:
         """Overwrite a tensor with the largest elements of all ranks. Every rank must call it."""
-        with _all_take_part():
+        with _note_if_failed():
             dist.all_reduce(record, dist.ReduceOp.MAX, group=self._host())
 
     def share(self, value: Any, root: int) -> Any:
         """A rank's value, on every rank. Every rank must call it."""
         box = [value]
-        with _all_take_part():
+        with _note_if_failed():
             dist.broadcast_object_list(box, group_src=self.group_rank(root), group=self._host())
         return box[0]
 
@@ -143,7 +143,7 @@ class Ranks:
         # compare_set with an empty expectation: the first report is kept, later ones are ignored.
         self._store.compare_set(self._key(run), "", text)
 
-    def reported(self, run: int) -> str | None:
+    def read_report(self, run: int) -> str | None:
         """The first report of a run's failure; ``None`` if there is none. It does not wait."""
         key = self._key(run)
         return self._store.get(key).decode() if self._store.check([key]) else None
@@ -160,7 +160,7 @@ def gather_into(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGrou
 
 
 @contextlib.contextmanager
-def _all_take_part() -> Iterator[None]:
+def _note_if_failed() -> Iterator[None]:
     """Context manager of an operation that every rank comes to; if it fails, one may not have."""
     try:
         yield

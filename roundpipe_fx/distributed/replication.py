@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from roundpipe_fx.distributed.averaging import Averaging, buckets_of, known_at_end, reductions_of
+from roundpipe_fx.distributed.averaging import Averaging, buckets_of, find_late_gradients, reductions_of
 from roundpipe_fx.distributed.group import PipelineGroup
-from roundpipe_fx.distributed.layout import ValueLayout, dense, strided
+from roundpipe_fx.distributed.layout import ValueLayout, as_dense_row, as_strided_tensor
 from roundpipe_fx.distributed.ownership import Ownership
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.schedules.data_parallel import SMALL_BYTES
@@ -71,7 +71,7 @@ class Replication:
         once = {id(value): value for value in tensors if ownership.owns(value) and id(value) not in apart}
         values = [value.detach() for value in once.values() if value.numel()]
         # As bytes, so tensors of all dtypes travel as one message.
-        flat = [dense(value, value.shape, value.stride()).view(torch.uint8) for value in values]
+        flat = [as_dense_row(value, value.shape, value.stride()).view(torch.uint8) for value in values]
         small: dict[torch.device, list[torch.Tensor]] = {}
         for part in flat:
             if part.numel() < SMALL_BYTES:  # a batch norm has three of a few bytes
@@ -85,7 +85,7 @@ class Replication:
                 part.copy_(received)
         for value, part in zip(values, flat, strict=True):
             if part.data_ptr() != value.data_ptr():  # not dense, so a copy
-                value.copy_(strided(part.view(value.dtype), value.shape, value.stride()))
+                value.copy_(as_strided_tensor(part.view(value.dtype), value.shape, value.stride()))
 
     def number_streams(self, generators: Sequence[object] | None, microbatches: int) -> None:
         """Decide of which streams a step draws.
@@ -124,7 +124,7 @@ class Replication:
             for of_rank in instructions
             for instruction in of_rank
         }
-        at_end = known_at_end(programs, primals, ran)
+        at_end = find_late_gradients(programs, primals, ran)
         parameters = self._parameters()
         over_ranks = {key: computed for key, computed, _ in shared}
         buckets = buckets_of(instructions[self._group.rank], programs, primals, parameters, at_end | over_ranks.keys())

@@ -10,7 +10,14 @@ import torch
 
 from roundpipe_fx.distributed.averaging import Averaging
 from roundpipe_fx.distributed.group import PipelineGroup
-from roundpipe_fx.distributed.layout import ValueLayout, count, dense, numbers_of, received, strided
+from roundpipe_fx.distributed.layout import (
+    ValueLayout,
+    as_dense_row,
+    as_strided_tensor,
+    count,
+    numbers_of,
+    split_numbers,
+)
 from roundpipe_fx.distributed.run_end import EndBytes, RunEnd, SharedOutput, is_small
 from roundpipe_fx.pipeline.capture.captured_calls import CapturedCalls
 from roundpipe_fx.runtime.random_streams import RandomStream, state_of
@@ -34,7 +41,7 @@ class AgreedCalls(CapturedCalls):
     end_bytes: EndBytes = EndBytes()  # noqa: RUF009  frozen
 
 
-def shared_value(group: PipelineGroup, value: Any, layout: ValueLayout, root: int) -> Any:
+def broadcast_value(group: PipelineGroup, value: Any, layout: ValueLayout, root: int) -> Any:
     """A rank's value on every rank. Every rank must call it; only the root's ``value`` is read."""
     mine = group.rank == root
     numbers = numbers_of([value], [layout]) if mine else [0] * layout.numbers
@@ -42,17 +49,17 @@ def shared_value(group: PipelineGroup, value: Any, layout: ValueLayout, root: in
         travelling = torch.tensor(numbers)
         group.share_tensor(travelling, root)
         numbers = travelling.tolist()
-    (known,) = received([layout], numbers)
+    (known,) = split_numbers([layout], numbers)
     if layout.kind != "tensor":
         return known
     if mine:
-        body = dense(value, *known)
+        body = as_dense_row(value, *known)
     else:
         device = group.device if layout.device != "cpu" else "cpu"
         body = torch.empty(count(*known), dtype=layout.dtype, device=device)
     if body.numel():
         group.share_tensor(body, root)
-    return value if mine else strided(body, *known)
+    return value if mine else as_strided_tensor(body, *known)
 
 
 def sum_gradients(
@@ -106,7 +113,7 @@ def _send(group: PipelineGroup, value: torch.Tensor, layout: ValueLayout, target
     # Sizes first, where the receiver cannot know them.
     if layout.shape is None:
         group.start_send(torch.tensor([*shape, *stride]), target, _RESULTS).wait()
-    body = dense(value, shape, stride)
+    body = as_dense_row(value, shape, stride)
     if body.numel():
         group.start_send(body, target, _RESULTS).wait()
 
@@ -121,14 +128,14 @@ def _receive(group: PipelineGroup, layout: ValueLayout, source: int) -> torch.Te
     body = torch.empty(count(shape, stride), dtype=layout.dtype, device=group.device)
     if body.numel():
         group.start_receive(body, source, _RESULTS).wait()
-    return strided(body, shape, stride)
+    return as_strided_tensor(body, shape, stride)
 
 
 Where = Mapping[Any, int]
 """The rank that runs a (stage action, microbatch) of this run."""
 
 
-def shared_outputs_of(
+def iterate_shared_outputs(
     captured: CapturedCalls, where: Where, owners: Mapping[int, frozenset[int]]
 ) -> Iterator[SharedOutput]:
     """The outputs of a run that every rank of the pipeline gets, in the same order on all.

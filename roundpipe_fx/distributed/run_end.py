@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from roundpipe_fx.distributed.layout import ValueLayout, count, dense, numbers_of, received, strided
+from roundpipe_fx.distributed.layout import (
+    ValueLayout,
+    as_dense_row,
+    as_strided_tensor,
+    count,
+    numbers_of,
+    split_numbers,
+)
 from roundpipe_fx.distributed.ranks import Ranks
 from roundpipe_fx.runtime.random_streams import RandomStream
 
@@ -146,14 +153,14 @@ def _bytes(value: Any, layout: ValueLayout) -> torch.Tensor:
     if layout.kind != "tensor":
         return torch.tensor(numbers_of([value], [layout])).view(torch.uint8)
     assert layout.shape is not None and layout.stride is not None
-    return dense(value.detach(), layout.shape, layout.stride).view(torch.uint8).cpu()
+    return as_dense_row(value.detach(), layout.shape, layout.stride).view(torch.uint8).cpu()
 
 
 def _value(part: torch.Tensor, layout: ValueLayout, device: torch.device) -> Any:
     if layout.kind != "tensor":
-        return received([layout], part.clone().view(torch.int64).tolist())[0]
+        return split_numbers([layout], part.clone().view(torch.int64).tolist())[0]
     assert layout.shape is not None and layout.stride is not None
     body = part.clone().view(layout.dtype)
     if layout.device != "cpu":
         body = body.to(device)
-    return strided(body, layout.shape, layout.stride)
+    return as_strided_tensor(body, layout.shape, layout.stride)

@@ -181,7 +181,7 @@ class ShardedParameters:
                 made = self._sharded(value, with_values=id(value) not in unloaded)
                 self.by_traced[id(value)], dtensor = made, made.dtensor
             else:
-                dtensor = _substitute_for(value, _distributed(value.detach(), self.mesh, value, Replicate()))
+                dtensor = _make_substitute(value, _distributed(value.detach(), self.mesh, value, Replicate()))
             self.receivers[id(value)], self._traced[id(dtensor)] = dtensor, value
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -196,7 +196,7 @@ class ShardedParameters:
         chunk = -(-value.shape[0] // parts)
         rows = max(min(value.shape[0] - part * chunk, chunk), 0)
         padded = torch.zeros((chunk, *value.shape[1:]), dtype=value.dtype, device=value.device)
-        parameter = _substitute_for(value, _distributed(padded[:rows], self.mesh, value, Shard(0)))
+        parameter = _make_substitute(value, _distributed(padded[:rows], self.mesh, value, Shard(0)))
         made = ShardedParameter(traced=value, dtensor=parameter, parts=parts, part=part)
         if with_values:
             made.write(value.data)
@@ -265,7 +265,7 @@ class ShardedParameters:
             registered[name] = parameter if traced else self.receivers[id(parameter)]
 
 
-def _substitute_for(value: nn.Parameter, distributed: DTensor) -> nn.Parameter:
+def _make_substitute(value: nn.Parameter, distributed: DTensor) -> nn.Parameter:
     parameter = nn.Parameter(distributed, value.requires_grad)
     parameter.__dict__.update(value.__dict__)
     return parameter

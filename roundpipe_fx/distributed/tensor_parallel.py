@@ -35,7 +35,7 @@ def redistribute_gradients(module: fx.GraphModule) -> None:
         if isinstance(value, DTensor) and value.requires_grad:
             # An identity whose backward redistributes: inserted behind each distributed parameter.
             with module.graph.inserting_after(node):
-                placed = module.graph.call_function(_with_placed_gradient, (node,))
+                placed = module.graph.call_function(_place_gradient, (node,))
             placed.meta.update(node.meta)
             node.replace_all_uses_with(placed, lambda user, placed=placed: user is not placed)
             changed = True
@@ -54,7 +54,7 @@ class _PlacedGradient(torch.autograd.Function):
         return gradient.redistribute(placements=ctx.placements)
 
 
-def _with_placed_gradient(value: DTensor) -> torch.Tensor:
+def _place_gradient(value: DTensor) -> torch.Tensor:
     placed: torch.Tensor = _PlacedGradient.apply(value)
     return placed
 
@@ -159,7 +159,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def rewrapped(fake: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def replace_local_tensors(fake: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that replaces the local tensors of DTensors, and other tensors themselves."""
 
     def replaced(tensor: torch.Tensor) -> torch.Tensor:

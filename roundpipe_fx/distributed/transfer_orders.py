@@ -87,7 +87,7 @@ def transfers_of(
     }
     # What each rank sends behind each instruction, by receiver.
     sends = [
-        [_parcels(rank, instruction, programs[instruction.action.microbatch], where) for instruction in of_rank]
+        [_make_parcels(rank, instruction, programs[instruction.action.microbatch], where) for instruction in of_rank]
         for rank, of_rank in enumerate(instructions)
     ]
     # Each parcel with the position of the instruction that sends it.
@@ -109,7 +109,7 @@ def transfers_of(
         ]
         for rank, of_rank in enumerate(instructions)
     ]
-    over = _over_before(reads)
+    over = _count_finished_before(reads)
     # The receive is started before instruction `over[sender][position][target]` of the target: the first one that is
     # not certainly over when the sender gets there.
     starts: list[list[list[Parcel]]] = [[[] for _ in of_rank] for of_rank in instructions]
@@ -128,7 +128,7 @@ def transfers_of(
     ]
 
 
-def _parcels(
+def _make_parcels(
     rank: int, instruction: Instruction, program: PipelineProgram, where: Mapping[tuple[StageAction, int], int]
 ) -> dict[int, Parcel]:
     """Messages that are sent after an instruction, by receiver."""
@@ -154,7 +154,7 @@ def _parcels(
     return parcels
 
 
-def _over_before(reads: Sequence[Sequence[Sequence[tuple[int, Parcel]]]]) -> list[list[list[int]]]:
+def _count_finished_before(reads: Sequence[Sequence[Sequence[tuple[int, Parcel]]]]) -> list[list[list[int]]]:
     """For each instruction of a rank, how many of each rank's instructions are over when it begins."""
     ranks = len(reads)
     clocks: list[list[list[int]]] = [[] for _ in reads]
@@ -183,7 +183,9 @@ def _over_before(reads: Sequence[Sequence[Sequence[tuple[int, Parcel]]]]) -> lis
     return clocks
 
 
-def orders_of(instructions: Sequence[Sequence[Instruction]], transfers: Sequence[RankTransfers]) -> list[list[Action]]:
+def make_orders(
+    instructions: Sequence[Sequence[Instruction]], transfers: Sequence[RankTransfers]
+) -> list[list[Action]]:
     """The actions, sends and receives of each rank, in the order in which it issues them."""
     return [
         [

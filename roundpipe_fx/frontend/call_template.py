@@ -35,7 +35,7 @@ class _Items:
     items: tuple[Any, ...]
 
 
-def emptied(tree: Any, tensors: list[torch.Tensor], sizes: list[Any]) -> Any:
+def empty_template(tree: Any, tensors: list[torch.Tensor], sizes: list[Any]) -> Any:
     """Replace tensors and symbolic numbers in a tree by slots.
 
     Args:
@@ -60,13 +60,13 @@ def emptied(tree: Any, tensors: list[torch.Tensor], sizes: list[Any]) -> Any:
     if isinstance(tree, (list, tuple)):
         kind = type(tree)
         make: Callable[[list[Any]], Any] = getattr(kind, "_make", kind)
-        return _Items(make, tuple(emptied(item, tensors, sizes) for item in tree))
+        return _Items(make, tuple(empty_template(item, tensors, sizes) for item in tree))
     if type(tree) is dict:
-        return {key: emptied(item, tensors, sizes) for key, item in tree.items()}
+        return {key: empty_template(item, tensors, sizes) for key, item in tree.items()}
     return tree
 
 
-def filled(template: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> Any:
+def fill_template(template: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> Any:
     """Fill the slots of a template.
 
     Args:
@@ -82,24 +82,24 @@ def filled(template: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int])
         value = tensors[template.position]
         return value.item() if template.kind == "number" else value
     if isinstance(template, _Items):
-        return template.make([filled(item, tensors, sizes) for item in template.items])
+        return template.make([fill_template(item, tensors, sizes) for item in template.items])
     if type(template) is dict:
-        return {key: filled(item, tensors, sizes) for key, item in template.items()}
+        return {key: fill_template(item, tensors, sizes) for key, item in template.items()}
     return template
 
 
-def same(left: Any, right: Any) -> bool:
+def is_same_template(left: Any, right: Any) -> bool:
     """Return whether two templates are equal in type and value. Objects of other types are equal only to themselves."""
     if left is right:
         return True
     if type(left) is not type(right):
         return False
     if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
+        return len(left) == len(right) and all(map(is_same_template, left, right))
     if isinstance(left, _Items):
-        return left.make == right.make and same(left.items, right.items)
+        return left.make == right.make and is_same_template(left.items, right.items)
     if type(left) is dict:
-        return list(left) == list(right) and all(same(item, right[key]) for key, item in left.items())
+        return list(left) == list(right) and all(is_same_template(item, right[key]) for key, item in left.items())
     if isinstance(left, np.ndarray):
         alike = left.dtype == right.dtype and left.shape == right.shape and not left.dtype.hasobject
         return bool(alike and left.tobytes() == right.tobytes())

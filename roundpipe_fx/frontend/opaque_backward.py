@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.frontend.call_template import emptied, filled, same
+from roundpipe_fx.frontend.call_template import empty_template, fill_template, is_same_template
 from roundpipe_fx.torch_private import tree_flatten, tree_unflatten
 
 
@@ -152,7 +152,7 @@ def _call_opaque(
     tensors: list[torch.Tensor] = []
     # Sizes are arguments too, so that symbolic ones stay symbolic.
     sizes = [size for shape, _ in needed for size in shape]
-    template = emptied((tuple(context.saved_tensors), attributes, gradients), tensors, sizes)
+    template = empty_template((tuple(context.saved_tensors), attributes, gradients), tensors, sizes)
     call = OpaqueCall(original, context.needs_input_grad, wanted, template, tuple(kind for _, kind in needed))
     key, call = _registered(name, call)
     calls.append(call)
@@ -171,7 +171,7 @@ def _registered(name: str, call: OpaqueCall) -> tuple[str, OpaqueCall]:
             _calls[key] = call
             return key, call
         alike = (known.function, known.wanted, known.inputs) == (call.function, call.wanted, call.inputs)
-        if alike and same((known.needs, known.template), (call.needs, call.template)):
+        if alike and is_same_template((known.needs, known.template), (call.needs, call.template)):
             return key, known
     raise AssertionError
 
@@ -179,7 +179,7 @@ def _registered(name: str, call: OpaqueCall) -> tuple[str, OpaqueCall]:
 @torch.library.custom_op("roundpipe_fx::opaque_backward", mutates_args=())
 def _opaque_backward(tensors: Sequence[torch.Tensor], sizes: Sequence[int], key: str) -> list[torch.Tensor]:
     call = _calls[key]
-    saved, attributes, gradients = filled(call.template, tensors, sizes)
+    saved, attributes, gradients = fill_template(call.template, tensors, sizes)
     result = call.function(_Context(saved, call.needs, attributes), *gradients)
     results = _flat_results(call, result if isinstance(result, (tuple, list)) else (result,))
     wanted = [value for value, want in zip(results, call.wanted, strict=True) if want]

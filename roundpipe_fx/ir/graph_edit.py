@@ -47,7 +47,7 @@ def replace_by(node: fx.Node, by: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def let_stand_for(node: fx.Node, one: fx.Node) -> None:
+def substitute_node(node: fx.Node, one: fx.Node) -> None:
     """Replace a node by one with an equal value in another storage, and update the fake values of its views."""
     values: dict[fx.Node, Any] = {node: one.meta["val"]}
     for view in list(views_of(node)):

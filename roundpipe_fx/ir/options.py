@@ -139,7 +139,9 @@ class Options:
         known = [field.name for field in fields(cls) if field.name not in INTERNAL_OPTIONS]
         for name in options:
             if name not in known:
-                raise ValueError(f"unknown option {name!r}.{meant(name, known)} Valid options: {', '.join(known)}.")
+                raise ValueError(
+                    f"unknown option {name!r}.{suggest_name(name, known)} Valid options: {', '.join(known)}."
+                )
         checked = dict(options)
         if "stages" in checked:
             checked["stages"] = _stages(checked["stages"])
@@ -192,7 +194,7 @@ def _inductor_options(options: Any, compiler: Any) -> tuple[tuple[str, Any], ...
     for name in options:
         if name not in known:
             raise ValueError(
-                f"unknown name {name!r} in inductor_options.{meant(name, known)} All of them: "
+                f"unknown name {name!r} in inductor_options.{suggest_name(name, known)} All of them: "
                 "torch._inductor.list_options()."
             )
         if name in _OURS:
@@ -200,13 +202,13 @@ def _inductor_options(options: Any, compiler: Any) -> tuple[tuple[str, Any], ...
     return tuple(sorted(options.items()))
 
 
-def meant(name: str, known: Collection[str], cutoff: float = 0.6) -> str:
+def suggest_name(name: str, known: Collection[str], cutoff: float = 0.6) -> str:
     """`` Did you mean …?`` for the end of a message about an unknown name; empty if no known name is close."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def names_checked(function: Callable[P, T]) -> Callable[P, T]:
+def check_names(function: Callable[P, T]) -> Callable[P, T]:
     """Wrap a function so that the error for an unknown keyword argument suggests the closest known one."""
     known = list(inspect.signature(function).parameters)
 
@@ -214,7 +216,7 @@ def names_checked(function: Callable[P, T]) -> Callable[P, T]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs:
             if name not in known:
-                hint = meant(name, known)
+                hint = suggest_name(name, known)
                 raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}.{hint}")
         return function(*args, **kwargs)
 

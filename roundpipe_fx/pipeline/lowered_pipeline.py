@@ -22,7 +22,7 @@ from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
 from roundpipe_fx.schedules.data_parallel import TOGETHER_BYTES, DataParallel, aligned_bytes
 from roundpipe_fx.schedules.memory import weights_of_devices
 from roundpipe_fx.schedules.offloads import Offload
-from roundpipe_fx.schedules.sharding import KeptGathered, choose_kept, gaps_of
+from roundpipe_fx.schedules.sharding import KeptGathered, choose_kept, find_gaps
 from roundpipe_fx.schedules.step_costs import device_orders
 
 
@@ -143,7 +143,7 @@ def gaps(schedule: Schedule, costs: StepCosts) -> list[KeptGathered]:
     """The sharded parameters that may stay gathered under a schedule, on all devices."""
     if costs.sharded is None:
         return []
-    return [gap for order in device_orders(schedule) for gap in gaps_of(order, costs.sharded)]
+    return [gap for order in device_orders(schedule) for gap in find_gaps(order, costs.sharded)]
 
 
 def has_host(setting: Setting, pipelining: Pipelining) -> bool:

@@ -267,11 +267,11 @@ class _Compiled:
         # Eager stages draw from the microbatch's own stream, operation by operation. Compiled ones draw inside a
         # kernel, so the stream is entered around the whole module.
         if self._compiler == "eager":
-            drawing = random_streams.with_streams(module) if self.random else module
+            drawing = random_streams.draw_from_streams(module) if self.random else module
             profiled = drawing if self._see_workspace is None else profile_operators(drawing, self._see_workspace)
             return compile_stage(profiled, "eager")
         compiled = compile_in_parts(module, self._compiler)
-        return random_streams.whole(compiled) if self.random else compiled
+        return random_streams.run_on_stream(compiled) if self.random else compiled
 
 
 def merge_stage_graphs(graphs: Sequence[StageGraph]) -> StageGraph:

@@ -14,7 +14,7 @@ from roundpipe_fx.pipeline.same_segments import OperationKey
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory
 from roundpipe_fx.schedules import SCHEDULES, Schedule, ScheduleSpec
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
-from roundpipe_fx.schedules.spec import given_spec
+from roundpipe_fx.schedules.spec import make_custom_spec
 
 CHECKPOINTS = ("always", "except_last", "never")
 LOSS_REDUCTIONS = ("mean", "sum")
@@ -270,7 +270,7 @@ def _schedule_asked(schedule: str | Schedule | None) -> ScheduleSpec | Literal["
     if schedule == "auto":
         return "auto"
     if isinstance(schedule, Schedule):
-        return given_spec(schedule)
+        return make_custom_spec(schedule)
     if not isinstance(schedule, str):
         raise TypeError(f"schedule must be a name or a roundpipe_fx.Schedule, not {type(schedule).__name__}.")
     if schedule not in SCHEDULES:

@@ -25,7 +25,7 @@ from roundpipe_fx.ir.decisions import GatheredStage
 from roundpipe_fx.ir.joint_graph import Phase, is_tensor, storages, tensor_values, viewed
 from roundpipe_fx.schedules import ActionKind, Held, StageAction, StageGraph, StepCosts, Timing
 from roundpipe_fx.schedules.data_parallel import SMALL_BYTES
-from roundpipe_fx.schedules.sharding import ShardedCosts, gaps_of, padded_bytes
+from roundpipe_fx.schedules.sharding import ShardedCosts, find_gaps, padded_bytes
 from roundpipe_fx.schedules.step_costs import device_orders
 from roundpipe_fx.torch_private import run_and_save_rng_state, size_hint
 
@@ -296,7 +296,7 @@ def gathered_stages(costs: StepCosts, timing: Timing) -> tuple[GatheredStage, ..
         return ()
     whole, gathered = costs.sharded.whole_bytes, []
     for order in device_orders(timing.schedule):
-        gaps = Counter(gap.stage for gap in gaps_of(order, costs.sharded))
+        gaps = Counter(gap.stage for gap in find_gaps(order, costs.sharded))
         kept = Counter(staying.stage for staying in timing.kept if staying.device == order.device)
         read: dict[int, set[int]] = {}
         for step in set(order.steps):

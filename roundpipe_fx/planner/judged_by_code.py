@@ -77,7 +77,7 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
         plan, program = plans[position], graph
         if not plan.candidate.seconds:
             longest = with_fewest_stages(setting)
-            program = CutProgram.of(cut(original.copy(), longest), longest)
+            program = CutProgram.of(cut_graph(original.copy(), longest), longest)
             followed = program.operations if plan.followed is graph.operations else program.whole
             assert followed is not None
             plan = dataclasses.replace(plan, graph=program.operations, followed=followed)

@@ -36,7 +36,7 @@ from roundpipe_fx.schedules import (
 )
 from roundpipe_fx.schedules.building import make_schedule
 from roundpipe_fx.schedules.data_parallel import DataParallel
-from roundpipe_fx.schedules.sharding import ShardedCosts, gaps_of, padded_bytes
+from roundpipe_fx.schedules.sharding import ShardedCosts, find_gaps, padded_bytes
 from roundpipe_fx.schedules.step_costs import device_orders
 from roundpipe_fx.schedules.timetable import NUMBER
 
@@ -213,7 +213,9 @@ class StepBounds:
             for kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT) if split else (ActionKind.BACKWARD,):
                 shares[kind, stage] = seconds / (2 if split else 1)
         costs = self._step_costs(division, stages, graph, shares, estimate)
-        kept = [gap for order in device_orders(made) for gap in gaps_of(order, costs.sharded)] if costs.sharded else []
+        kept = (
+            [gap for order in device_orders(made) for gap in find_gaps(order, costs.sharded)] if costs.sharded else []
+        )
         return simulate_time(made, graph, costs, kept=kept).makespan * (1 - _ROUNDING)
 
     def _step_costs(

@@ -16,7 +16,7 @@ import torch
 from roundpipe_fx.analysis.cost import CostModel
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, online_softmaxes
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, is_view
-from roundpipe_fx.passes.online_softmax import log_sum_exp_of, write_online
+from roundpipe_fx.passes.online_softmax import log_sum_exp_of, rewrite_online
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ def find_vocabulary_regions(joint: JointGraph, costs: CostModel) -> list[TileReg
     softmaxes = online_softmaxes(joint)
     if not softmaxes:
         return []
-    copy = write_online(joint.copy(), softmaxes, costs)
+    copy = rewrite_online(joint.copy(), softmaxes, costs)
     regions, heads = TileRegions(copy), []
     log_sum_exps = {name: log_sum_exp_of(copy, name) for name in softmaxes}
     for name, position in softmaxes.items():

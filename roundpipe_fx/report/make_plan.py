@@ -20,7 +20,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.allocator_histories import histories_of
 from roundpipe_fx.analysis.caching_allocator import CachingAllocator, History
-from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data, learned_name, seconds_together
+from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data, learned_name, seconds_with_launches
 from roundpipe_fx.analysis.memory_timeline import memory_timeline
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.outside_loss import output_bytes
@@ -206,7 +206,7 @@ def _planned_stage(
         same_as: an earlier stage with the same modules.
         setting: what emission knew besides the graph.
     """
-    together = functools.partial(seconds_together, costs=setting.costs, eager=setting.compiler == "eager")
+    together = functools.partial(seconds_with_launches, costs=setting.costs, eager=setting.compiler == "eager")
     forward = [node for node in nodes if node.meta[Mark.PHASE] is Phase.FORWARD]
     recomputed = [node for node in nodes if Mark.ORIGIN in node.meta]
     replayed = [node for node in recomputed if Mark.REPLAYED in node.meta]

@@ -127,7 +127,7 @@ class return_results:
         _requests.results = None
 
 
-def observed(run: Boxed, see: Callable[[Sequence[Any]], None] | None = None) -> Boxed:
+def respect_trace_only(run: Boxed, see: Callable[[Sequence[Any]], None] | None = None) -> Boxed:
     """Wrap a forward program so that it respects :class:`trace_only`.
 
     Args:
@@ -146,7 +146,7 @@ def observed(run: Boxed, see: Callable[[Sequence[Any]], None] | None = None) -> 
     return call
 
 
-def pipelined(graph: Any, saved: Sequence[Any]) -> Callable[[list[Any]], Any]:
+def make_pipelined_forward(graph: Any, saved: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """The compiled forward of a pipelined graph, which never runs itself: see :func:`capture_call` and
     :class:`return_results`.
 

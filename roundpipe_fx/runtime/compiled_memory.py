@@ -23,10 +23,10 @@ from roundpipe_fx.ir.collectives import starts_collective
 from roundpipe_fx.ir.joint_graph import Mark, Phase
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.runtime.compiled_loops import opaque_loops
-from roundpipe_fx.runtime.compiled_sums import functional_sums
-from roundpipe_fx.runtime.donated_inputs import donatable
+from roundpipe_fx.runtime.compiled_sums import make_sums_functional
+from roundpipe_fx.runtime.donated_inputs import find_donatable
 from roundpipe_fx.runtime.loss_gradients import DECOMPOSITIONS
-from roundpipe_fx.runtime.stage_compiler import computed_inputs, unboxed
+from roundpipe_fx.runtime.stage_compiler import find_computed_inputs, unbox
 from roundpipe_fx.torch_private import inductor_code, size_hint
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,10 @@ def follow_compiled(
     donated: list[int] = []
     # As `compile_stage` decides: the code that is followed must be the code that runs.
     if dying and call.phase is not Phase.FORWARD:
-        donated = [position for position in donatable(call.module, computed_inputs(call)) if position in dying]
-    inputs = list(map(_with_numbers, values))
+        donated = [
+            position for position in find_donatable(call.module, find_computed_inputs(call)) if position in dying
+        ]
+    inputs = list(map(_replace_symbols, values))
     workspaces: dict[str, int] = {}
     for node in nodes:
         size = node.meta.get(Mark.WORKSPACE, 0) - beyond
@@ -87,7 +89,7 @@ def follow_compiled(
         # On disk, from an earlier process; else Inductor writes the code now, without compiling its kernels.
         _known[key] = _read(key)
         if _known[key] is None:
-            _known[key] = _follow(call, storages, donated, inputs, workspaces, options)
+            _known[key] = _follow_call(call, storages, donated, inputs, workspaces, options)
             _write(key, _known[key])
     followed = _known[key]
     if followed is None or not beyond:
@@ -97,7 +99,7 @@ def follow_compiled(
     return followed._replace(operations=operations)
 
 
-def _follow(
+def _follow_call(
     call: StageModule,
     storages: Sequence[Sequence[int]],
     donated: Sequence[int],
@@ -106,8 +108,8 @@ def _follow(
     options: Sequence[tuple[str, Any]],
 ) -> FollowedModule | None:
     examples = [node.meta["val"] for node in call.module.graph.find_nodes(op="placeholder")]
-    module = functional_sums(unboxed(call.module))
-    loops = opaque_loops(module, lambda body: _not_called)
+    module = make_sums_functional(unbox(call.module))
+    loops = opaque_loops(module, lambda body: _raise_if_called)
     try:
         code = inductor_code(module, examples, DECOMPOSITIONS, donated, dict(options))
         return follow_wrapper(code, inputs, workspaces, storages)
@@ -118,7 +120,7 @@ def _follow(
         loops.clear()  # held as long as fake ones are called
 
 
-def _not_called(arguments: list[Any]) -> tuple[Any, ...]:
+def _raise_if_called(arguments: list[Any]) -> tuple[Any, ...]:
     raise AssertionError("a loop's body, where only code is written")
 
 
@@ -129,7 +131,7 @@ def _operator_name(node: fx.Node) -> str:
     return node.target.name() if isinstance(node.target, torch._ops.OperatorBase) else ""
 
 
-def _with_numbers(value: Any) -> Layout | Any:
+def _replace_symbols(value: Any) -> Layout | Any:
     """An input of the numbers that a plan is made for."""
     if isinstance(value, torch.Tensor):
         shape, stride = (tuple(map(size_hint, sizes)) for sizes in (value.shape, value.stride()))

@@ -37,10 +37,10 @@ def compile_in_parts(module: fx.GraphModule, compiler: StageCompiler) -> Boxed:
     """
     if not any(starts_collective(node.target) for node in module.graph.nodes):
         return compile_stage(module, compiler)
-    return eager_stage(in_parts(module, lambda part: compile_stage(part, compiler)))
+    return eager_stage(split_at_collectives(module, lambda part: compile_stage(part, compiler)))
 
 
-def in_parts(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]) -> fx.GraphModule:
+def split_at_collectives(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]) -> fx.GraphModule:
     """A stage module that calls a function for each part, and the collectives itself.
 
     Args:
@@ -51,7 +51,7 @@ def in_parts(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]
     calls: dict[str, BoxedCall] = {}
     for node in module.graph.find_nodes(op="placeholder"):
         copies[node] = copy_node(graph, node, copies.__getitem__)
-    for nodes in _runs(module.graph):
+    for nodes in _split_runs(module.graph):
         if is_collective(nodes[0].target):
             for node in nodes:
                 copies[node] = copy_node(graph, node, copies.__getitem__)
@@ -64,7 +64,7 @@ def in_parts(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]
         digest = fingerprint(nodes, outputs, inputs)
         if digest not in calls:
             calls[digest] = BoxedCall(
-                compiled(_part(module, f"{module._get_name()}_{len(calls)}", nodes, inputs, outputs))
+                compiled(_make_part(module, f"{module._get_name()}_{len(calls)}", nodes, inputs, outputs))
             )
         results = graph.create_node(
             "call_function", calls[digest], ([copies[node] for node in inputs],), name=f"part_{len(graph.nodes)}"
@@ -78,7 +78,7 @@ def in_parts(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]
     return graph_module(module, graph, module._get_name())
 
 
-def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
+def _split_runs(graph: fx.Graph) -> list[list[fx.Node]]:
     """The nodes between collectives, and each collective with the parts of its results, in order."""
     runs: list[list[fx.Node]] = []
     run_of: dict[fx.Node, list[fx.Node]] = {}
@@ -97,7 +97,7 @@ def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
     return runs
 
 
-def _part(
+def _make_part(
     module: fx.GraphModule, name: str, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> fx.GraphModule:
     graph = fx.Graph()

@@ -11,7 +11,7 @@ from torch import fx
 from roundpipe_fx.operators.gradient_sums import SUMMING, add_product_to
 
 
-def functional_sums(module: fx.GraphModule) -> fx.GraphModule:
+def make_sums_functional(module: fx.GraphModule) -> fx.GraphModule:
     """Replace in-place gradient accumulation by out-of-place additions. The module is rewritten in place."""
     aten = torch.ops.aten
     summing = [node for node in module.graph.nodes if node.target in SUMMING]
@@ -25,7 +25,7 @@ def functional_sums(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def from_zero(
+def start_from_zeros(
     module: fx.GraphModule, call: Callable[[list[Any]], tuple[Any, ...]]
 ) -> Callable[[list[Any]], tuple[Any, ...]]:
     """Make a compiled stage module start from zeros where no gradient has been accumulated yet.

@@ -78,14 +78,14 @@ class CompleteGradients:
             last: dict[int, int] = {}
             for position, instruction in enumerate(of_device):
                 batch = instruction.action.microbatch
-                for key in _touched(instruction, programs[batch], primals[batch]):
+                for key in _iterate_touched(instruction, programs[batch], primals[batch]):
                     if key in updates.keys:
                         last[key] = position
             self._devices.update(last.keys())
             # Sorted so that the next one to complete is at the end: `pop` is constant.
             self._last.append(sorted(((position, key) for key, position in last.items()), key=lambda item: -item[0]))
 
-    def passed(
+    def note_finished(
         self, device: int, position: int, take: Callable[[int], Parts], wait: Callable[[], Callable[[], None]]
     ) -> None:
         """Tell of what a device has done; called by its worker.
@@ -119,7 +119,7 @@ class CompleteGradients:
             self._updates.submit(gradients, [*waits.values()])
 
 
-def _touched(instruction: Instruction, program: PipelineProgram, primals: Sequence[Any]) -> Iterator[int]:
+def _iterate_touched(instruction: Instruction, program: PipelineProgram, primals: Sequence[Any]) -> Iterator[int]:
     """Identities of the primals that an action reads, or whose gradient it adds to."""
     code = instruction.code
     for number in (*code.reads, *code.views):

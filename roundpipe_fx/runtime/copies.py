@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+def copy_to_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on another device, with the strides of the original.
 
     Args:
@@ -20,14 +20,14 @@ def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if any(step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)):
         shape = [1 if step == 0 else size for size, step in zip(value.shape, value.stride(), strict=True)]
-        return copied(value.as_strided(shape, value.stride()), device).expand(value.shape)
+        return copy_to_device(value.as_strided(shape, value.stride()), device).expand(value.shape)
     if _is_dense_or_overlaps(value):
         return value.to(device, non_blocking=True)
     copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     return copy.copy_(value, non_blocking=True)
 
 
-def copied_together(values: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
+def copy_values_to_device(values: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
     """Copies of several values on another device; tensors that share a storage share one again.
 
     Args:
@@ -40,7 +40,7 @@ def copied_together(values: Sequence[Any], device: torch.device) -> tuple[Any, .
             groups.setdefault((value.untyped_storage()._cdata, value.dtype), []).append(position)
     for positions in groups.values():
         if len(positions) == 1:
-            sent[positions[0]] = copied(values[positions[0]], device)
+            sent[positions[0]] = copy_to_device(values[positions[0]], device)
             continue
         views = [values[position] for position in positions]
         start = min(view.storage_offset() for view in views)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from roundpipe_fx.runtime.copies import copied, copied_together
+from roundpipe_fx.runtime.copies import copy_to_device, copy_values_to_device
 from roundpipe_fx.runtime.host_buffers import HostBuffers, allocating_on_host
 from roundpipe_fx.runtime.library_memory import touch_libraries
 from roundpipe_fx.runtime.pinned_memory import PinnedGradients, release_idle_pages
@@ -268,7 +268,7 @@ class AcceleratorDeviceStreams:
         # Copied on two streams: the caller's, so that its memory is not reused too early, and the incoming one, which
         # computes nothing.
         with on_stream(self._callers[values[0].device]), on_stream(self.incoming):
-            copies = copied_together(values, self.device)
+            copies = copy_values_to_device(values, self.device)
             arrived = self.incoming.record_event()
         self.compute.wait_event(arrived)
         for copy in copies:
@@ -292,7 +292,7 @@ class AcceleratorDeviceStreams:
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 value.record_stream(self.outgoing)
         with on_stream(self.outgoing), on_stream(to.incoming):
-            sent = copied_together(values, to.device)
+            sent = copy_values_to_device(values, to.device)
             arrived = to.incoming.record_event()
         return Message(numbers, sent, (arrived, to.incoming))
 
@@ -317,7 +317,7 @@ class AcceleratorDeviceStreams:
         if not isinstance(value, torch.Tensor) or value.device == caller.device or value.device.type == "cpu":
             return value
         with on_stream(caller), on_stream(self.compute):
-            return copied(value, caller.device)
+            return copy_to_device(value, caller.device)
 
     def ready(self) -> Any:
         """An event on the compute stream."""

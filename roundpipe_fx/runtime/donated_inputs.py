@@ -32,7 +32,7 @@ _CODES = 3
 """Sets of donated values for which code is generated; after these, for one that needs none of them."""
 
 
-def donatable(module: fx.GraphModule, computed: Collection[int]) -> list[int]:
+def find_donatable(module: fx.GraphModule, computed: Collection[int]) -> list[int]:
     """Inputs that a result of the module may be written over.
 
     Args:
@@ -67,7 +67,7 @@ def _is_read_in_kernel(node: fx.Node) -> bool:
     return any(_is_read_in_kernel(user) if is_view(user) else is_fusible(user) for user in node.users)
 
 
-def by_donation(
+def compile_by_donation(
     positions: Collection[int], compiled: Callable[[Collection[int]], Boxed], compiling: ForkedLock
 ) -> Boxed:
     """Compile a stage module for the inputs that die in a call, when it is called.

@@ -21,7 +21,7 @@ from torch import fx
 
 from roundpipe_fx.codegen.dying_values import dying_values
 from roundpipe_fx.ir.collectives import starts_collective
-from roundpipe_fx.runtime.stage_collectives import counted
+from roundpipe_fx.runtime.stage_collectives import count_calls
 from roundpipe_fx.torch_private import (
     draws_on_own_device,
     run_and_save_rng_state,
@@ -75,10 +75,10 @@ def eager_stage(module: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]
         if isinstance(node.target, BoxedCall):
             # What dies with this call is freed inside the call, through the list that it gets.
             dead = [value for value in dying[node] if value is not node]
-            lines.append(f"    args = {names.text(node.args[0])}{_freeing(dead)}")
+            lines.append(f"    args = {names.text(node.args[0])}{_free_text(dead)}")
             lines.append(f"    {node.name} = {names.of(node.target.call, 'compiled')}(args)")
         else:
-            lines.append(f"    {node.name} = {_expression(node, module, names)}{_freeing(dying[node])}")
+            lines.append(f"    {node.name} = {_expression(node, module, names)}{_free_text(dying[node])}")
     text = "\n".join(lines) + "\n"
     filename = f"<roundpipe_fx {name} {next(_numbers)}>"
     # `linecache` lets tracebacks and debuggers show the line of the generated function.
@@ -89,7 +89,7 @@ def eager_stage(module: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]
     return function
 
 
-def _freeing(values: Sequence[fx.Node]) -> str:
+def _free_text(values: Sequence[fx.Node]) -> str:
     return f"; {' = '.join(value.name for value in values)} = None" if values else ""
 
 
@@ -102,11 +102,11 @@ def _expression(node: fx.Node, module: fx.GraphModule, names: _Names) -> str:
         return f"{names.text(source)}[{names.text(index)}]"
     arguments = [names.text(value) for value in node.args]
     arguments += [f"{key}={names.text(value)}" for key, value in node.kwargs.items()]
-    called = names.of(_called(node), str(node.target))
+    called = names.of(_callable_of(node), str(node.target))
     return f"{called}({', '.join(arguments)})"
 
 
-def _called(node: fx.Node) -> Callable[..., Any]:
+def _callable_of(node: fx.Node) -> Callable[..., Any]:
     assert callable(node.target)
     values = tree_leaves(node.meta.get("val"))
     if node.target in (run_and_save_rng_state, run_with_rng_state) and any(
@@ -115,7 +115,7 @@ def _called(node: fx.Node) -> Callable[..., Any]:
         for value in values
     ):
         return draws_on_own_device(node.target)
-    return counted(node) if starts_collective(node.target) else without_wrapper(node.target)
+    return count_calls(node) if starts_collective(node.target) else without_wrapper(node.target)
 
 
 class _Names:

@@ -13,7 +13,7 @@ import torch
 
 from roundpipe_fx.codegen import Program, program_text
 from roundpipe_fx.ir.joint_graph import Mark
-from roundpipe_fx.runtime.incoming_gradients import Like, incoming_gradient
+from roundpipe_fx.runtime.incoming_gradients import ExpectedGradient, incoming_gradient
 from roundpipe_fx.runtime.library_memory import touch_libraries
 from roundpipe_fx.runtime.stage_compiler import Boxed
 from roundpipe_fx.runtime.streams import AcceleratorStreams, NoStreams
@@ -63,7 +63,7 @@ def _zeros(traced: torch.Tensor, strided: bool) -> torch.Tensor:
     """The gradient of an output that was not used; tokens of effects have no elements and no memory."""
     if any(isinstance(size, int) and not size for size in traced.shape):
         return torch.empty(traced.shape, dtype=traced.dtype, device=traced.device)
-    return incoming_gradient(None, Like.of(traced, traced), strided)
+    return incoming_gradient(None, ExpectedGradient.of(traced, traced), strided)
 
 
 def _streams(program: Program) -> NoStreams | AcceleratorStreams:

@@ -26,7 +26,9 @@ def is_expanded(value: Any) -> bool:
     return all(isinstance(step, int) and not step for step in value.stride())
 
 
-def by_arrival(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed], compiling: ForkedLock) -> Boxed:
+def compile_by_arrival(
+    module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed], compiling: ForkedLock
+) -> Boxed:
     """Compile a stage module for the expanded inputs that it was traced with, and for others when they arrive.
 
     Args:
@@ -48,7 +50,7 @@ def by_arrival(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxe
             return usual(arguments)
         with compiling:
             if arrived not in others:
-                others[arrived] = compiled(_for_contiguous(module, arrived))
+                others[arrived] = compiled(_with_contiguous_inputs(module, arrived))
         for position in arrived:
             arguments[position] = arguments[position].contiguous()
         return others[arrived](arguments)
@@ -56,7 +58,7 @@ def by_arrival(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxe
     return call
 
 
-def _for_contiguous(module: fx.GraphModule, positions: Collection[int]) -> fx.GraphModule:
+def _with_contiguous_inputs(module: fx.GraphModule, positions: Collection[int]) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     graph.set_codegen(module.graph._codegen)

@@ -33,7 +33,7 @@ from roundpipe_fx.runtime.stage_compiler import Boxed
 
 
 @dataclass(frozen=True)
-class Like:
+class ExpectedGradient:
     """The expected properties of an incoming gradient."""
 
     shape: torch.Size
@@ -42,7 +42,7 @@ class Like:
     device: torch.device
 
     @classmethod
-    def of(cls, output: torch.Tensor, traced: torch.Tensor) -> Like:
+    def of(cls, output: torch.Tensor, traced: torch.Tensor) -> ExpectedGradient:
         """A tensor of the output's shape, with its dimensions in memory in the order that the gradient was traced
         with."""
         stride = traced.stride()
@@ -59,7 +59,7 @@ class Like:
         return cls(output.shape, stride, output.dtype, output.device)
 
 
-def incoming_gradient(gradient: torch.Tensor | None, like: Like, strided: bool) -> torch.Tensor:
+def incoming_gradient(gradient: torch.Tensor | None, like: ExpectedGradient, strided: bool) -> torch.Tensor:
     """An incoming gradient with the strides that it was traced with; zeros if its output was not used.
 
     One that was not expected has the strides in which it came: its stage is compiled for these
@@ -92,19 +92,19 @@ class _Returned:
     """
 
     outputs: dict[int, weakref.ref[Any]]
-    likes: Sequence[Like] | None
+    likes: Sequence[ExpectedGradient] | None
 
 
 class _Thread(threading.local):
     returned: _Returned | None = None
-    likes: Sequence[Like] | None = None
+    likes: Sequence[ExpectedGradient] | None = None
 
 
 _thread = _Thread()
 
 
-def returning(run: Boxed, outputs: int, traced: Sequence[tuple[int, torch.Tensor]] | None) -> Boxed:
-    """Wrap a forward program so that its outputs are known to :func:`leaving_out`.
+def record_outputs(run: Boxed, outputs: int, traced: Sequence[tuple[int, torch.Tensor]] | None) -> Boxed:
+    """Wrap a forward program so that its outputs are known to :func:`drop_unused_gradients`.
 
     Args:
         outputs: number of its leading results that are outputs.
@@ -115,7 +115,9 @@ def returning(run: Boxed, outputs: int, traced: Sequence[tuple[int, torch.Tensor
         results = run(arguments)
         # Weak: a dropped output must die. The identity alone could belong to another object by then.
         known = {id(value): weakref.ref(value) for value in results[:outputs] if isinstance(value, torch.Tensor)}
-        likes = [Like.of(results[position], fake) for position, fake in traced] if traced is not None else None
+        likes = (
+            [ExpectedGradient.of(results[position], fake) for position, fake in traced] if traced is not None else None
+        )
         _thread.returned = _Returned(known, likes)
         return results
 
@@ -123,11 +125,11 @@ def returning(run: Boxed, outputs: int, traced: Sequence[tuple[int, torch.Tensor
     return call
 
 
-def leaving_out(run: Callable[..., Any]) -> Callable[..., Any]:
+def drop_unused_gradients(run: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function of AOTAutograd so that gradients of unused outputs do not arrive.
 
     Args:
-        run: runs at most one forward program, one wrapped in :func:`returning`, and returns its outputs.
+        run: runs at most one forward program, one wrapped in :func:`record_outputs`, and returns its outputs.
     """
 
     def call(*args: Any) -> Any:
@@ -158,18 +160,18 @@ def _tell(outputs: Sequence[Any], returned: _Returned) -> None:
             if node is None:
                 continue
             if returned.likes is not None:
-                node.register_prehook(_handing_over(returned.likes))
+                node.register_prehook(_make_gradient_hook(returned.likes))
             return  # all outputs have the same node
 
 
-def _handing_over(likes: Sequence[Like]) -> Callable[[Any], None]:
+def _make_gradient_hook(likes: Sequence[ExpectedGradient]) -> Callable[[Any], None]:
     def hook(_gradients: Any) -> None:
         _thread.likes = likes
 
     return hook
 
 
-def receiving(run: Boxed, tangents: Mapping[int, bool]) -> Boxed:
+def fill_missing_gradients(run: Boxed, tangents: Mapping[int, bool]) -> Boxed:
     """Wrap a backward program so that it gets zeros of the sizes of its call for gradients that did not arrive.
 
     Args:
@@ -188,7 +190,7 @@ def receiving(run: Boxed, tangents: Mapping[int, bool]) -> Boxed:
     return call
 
 
-def gradient_observer(run: Boxed, unexpected: Mapping[int, str], see: Callable[[str], None]) -> Boxed:
+def observe_unexpected_gradients(run: Boxed, unexpected: Mapping[int, str], see: Callable[[str], None]) -> Boxed:
     """Wrap a backward program so that it reports unexpected incoming gradients.
 
     Args:

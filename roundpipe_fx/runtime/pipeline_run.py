@@ -55,7 +55,7 @@ class Span:
         return self.base.elapsed_time(self.start) * 1e-3, self.base.elapsed_time(self.end) * 1e-3
 
 
-def joined_spans(before: list[list[Span]], after: list[list[Span]]) -> list[list[Span]]:
+def join_spans(before: list[list[Span]], after: list[list[Span]]) -> list[list[Span]]:
     """The spans of a forward and of its backward, which ran later, as those of one step."""
     if not before:
         return after
@@ -214,7 +214,7 @@ class _PipelineRun:
         self._values: list[list[dict[int, Any]]] = [[{} for _ in programs] for _ in workers.all_device_streams]
         self._inherits = bool(inherited)
         self._offloaded: list[dict[tuple[int, int], OffloadState]] = [{} for _ in workers.all_device_streams]
-        self._left_gradients = _gradients_among(inherited, programs, primals)
+        self._left_gradients = _find_inherited_gradients(inherited, programs, primals)
         if inherited:
             self._distribute_inherited(inherited)
         self.outputs: list[list[Any]] = [[None] * len(program.outputs) for program in programs]
@@ -348,7 +348,9 @@ class _PipelineRun:
             self.transport.send(device, instruction, messages)
             self.transport.accumulated(device, position, self._sums[device])
             if self._complete is not None and not self._on_host:
-                self._complete.passed(device, position + 1, self._sums[device].parts_of, lambda: _already_on_host)
+                self._complete.note_finished(
+                    device, position + 1, self._sums[device].parts_of, lambda: _already_on_host
+                )
         # Behind the last instruction: what leaves or comes back there belongs to a later run.
         offloading.leave(len(instructions))
         offloading.reload(len(instructions))
@@ -366,7 +368,7 @@ class _PipelineRun:
             at_host.setdefault(owner, []).append(part)
         del left
         if self._complete is not None:
-            self._complete.passed(
+            self._complete.note_finished(
                 device,
                 position,
                 lambda owner: [(part, True) for part in at_host.pop(owner, [])],
@@ -461,7 +463,7 @@ class _PipelineRun:
         return Finished(self.outputs, gradients, left, self._spans)
 
 
-def _gradients_among(
+def _find_inherited_gradients(
     inherited: Sequence[Mapping[int, Any]], programs: Sequence[PipelineProgram], primals: Sequence[Sequence[Any]]
 ) -> list[tuple[int, torch.Tensor]]:
     """Gradients that an earlier forward run has left, each keyed by the input it belongs to."""

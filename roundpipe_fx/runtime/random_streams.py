@@ -77,27 +77,27 @@ def draws(module: fx.GraphModule) -> bool:
     return any(_is_random(node, module) for node in module.graph.nodes)
 
 
-def with_streams(module: fx.GraphModule) -> fx.GraphModule:
+def draw_from_streams(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a stage module in which every random operation draws from the stream of its microbatch."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     graph.set_codegen(module.graph._codegen)
     for node, original in zip(graph.nodes, module.graph.nodes, strict=True):
         if _is_random(original, module):
-            node.target = _from_stream(node.target)
+            node.target = _wrap_operation(node.target)
     return graph_module(module, graph, module._get_name())
 
 
-def whole(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def run_on_stream(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Wrap a compiled stage module so that all its random numbers come from the stream of its microbatch."""
-    return _from_stream(call)
+    return _wrap_operation(call)
 
 
 def _is_random(node: fx.Node, module: fx.GraphModule) -> bool:
     return bodies.draws(node, module) or node.target in (run_and_save_rng_state, run_with_rng_state)
 
 
-def _from_stream(operation: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_operation(operation: Callable[..., Any]) -> Callable[..., Any]:
     def from_stream(*args: Any, **kwargs: Any) -> Any:
         # Outside of a step (tracing, a call of the module by itself) the process's generator is used.
         stream_and_device = getattr(_local, "stream_and_device", None)

@@ -33,7 +33,7 @@ Collective = Callable[[], None]
 
 
 class _Progress(threading.local):
-    started = 0
+    count_started = 0
     voting = False
 
 
@@ -45,22 +45,22 @@ def begin_stage() -> None:
     _progress.started, _progress.voting = 0, True
 
 
-def started() -> int:
+def count_started() -> int:
     """Number of collectives of its stage that the worker in this thread has started."""
     return _progress.started
 
 
-def counted(node: fx.Node) -> Callable[..., Any]:
+def count_calls(node: fx.Node) -> Callable[..., Any]:
     """The operator of a collective, whose calls are counted as started, and follow a vote if sizes depend on data.
 
     It raises ``Stopped`` if a rank has voted that it failed.
     """
     assert callable(node.target)
-    return _counted(node.target, not _is_known(node))
+    return _count_calls(node.target, not _is_known(node))
 
 
 @functools.cache
-def _counted(target: Callable[..., Any], votes: bool) -> Callable[..., Any]:
+def _count_calls(target: Callable[..., Any], votes: bool) -> Callable[..., Any]:
     def call(*arguments: Any, **options: Any) -> Any:
         # At a collective of unknown sizes all ranks vote first; where sizes are known a failed rank takes part with
         # zeros.

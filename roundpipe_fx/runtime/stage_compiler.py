@@ -18,14 +18,14 @@ from roundpipe_fx.frontend.opaque_backward import calls_in
 from roundpipe_fx.ir.joint_graph import Phase
 from roundpipe_fx.ir.options import Inductor, StageCompiler
 from roundpipe_fx.runtime.compiled_loops import Boxed, opaque_loops
-from roundpipe_fx.runtime.compiled_sums import from_zero, functional_sums
-from roundpipe_fx.runtime.donated_inputs import by_donation, donatable
+from roundpipe_fx.runtime.compiled_sums import make_sums_functional, start_from_zeros
+from roundpipe_fx.runtime.donated_inputs import compile_by_donation, find_donatable
 from roundpipe_fx.runtime.eager_stage import eager_stage
-from roundpipe_fx.runtime.expanded_inputs import by_arrival
+from roundpipe_fx.runtime.expanded_inputs import compile_by_arrival
 from roundpipe_fx.runtime.loss_gradients import DECOMPOSITIONS
 from roundpipe_fx.runtime.observers import profile_operators
 
-__all__ = ["COMPILING", "Boxed", "compile_stage", "compile_stages", "computed_inputs", "unboxed"]
+__all__ = ["COMPILING", "Boxed", "compile_stage", "compile_stages", "find_computed_inputs", "unbox"]
 
 COMPILING = torch_private.ForkedLock()
 """Held by a worker that compiles within a step: all share the fake tensors of a graph, whose state is of one thread."""
@@ -56,7 +56,7 @@ def compile_stages(
         donated: Sequence[int] = ()
         # In a program that runs in order nothing else reads what dies in a module, so its kernels may overwrite it.
         if in_order and isinstance(compiler, Inductor) and module.phase is not Phase.FORWARD:
-            donated = donatable(module.module, computed_inputs(module))
+            donated = find_donatable(module.module, find_computed_inputs(module))
         # One graph compiled with and without donated inputs is two pieces of code.
         key = f"{module.fingerprint} {donated}" if donated else module.fingerprint
         if key not in cache:
@@ -68,7 +68,7 @@ def compile_stages(
     return ready
 
 
-def computed_inputs(module: StageModule) -> list[int]:
+def find_computed_inputs(module: StageModule) -> list[int]:
     """Positions of the inputs that other stage modules compute."""
     return [position for position, node in enumerate(module.inputs) if node.op != "placeholder"]
 
@@ -88,19 +88,19 @@ def compile_stage(
 
     def compiled(module: fx.GraphModule) -> Boxed:
         if not donated:
-            return _compiled(module, compiler, failed)
-        return by_donation(donated, lambda dying: _compiled(module, compiler, failed, dying), COMPILING)
+            return _compile_module(module, compiler, failed)
+        return compile_by_donation(donated, lambda dying: _compile_module(module, compiler, failed, dying), COMPILING)
 
     function = (
-        _compiled(graph_module, compiler, failed)
+        _compile_module(graph_module, compiler, failed)
         # In eager mode there is nothing to specialize; compiled code depends on which inputs arrive expanded.
         if compiler == "eager"
-        else by_arrival(graph_module, compiled, COMPILING)
+        else compile_by_arrival(graph_module, compiled, COMPILING)
     )
-    return _holding(function, calls_in(graph_module.graph))
+    return _keep_alive(function, calls_in(graph_module.graph))
 
 
-def _holding(function: Boxed, held: Any) -> Boxed:
+def _keep_alive(function: Boxed, held: Any) -> Boxed:
     """The same function, which keeps what its code calls alive."""
     if not held:
         return function
@@ -111,7 +111,7 @@ def _holding(function: Boxed, held: Any) -> Boxed:
     return call
 
 
-def _compiled(
+def _compile_module(
     graph_module: fx.GraphModule,
     compiler: StageCompiler,
     failed: Callable[[], None] | None = None,
@@ -120,8 +120,8 @@ def _compiled(
     if compiler == "eager":
         return eager_stage(graph_module)
     examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
-    module = functional_sums(unboxed(graph_module))
-    loops = opaque_loops(module, lambda body: _compiled(body, compiler, failed))
+    module = make_sums_functional(unbox(graph_module))
+    loops = opaque_loops(module, lambda body: _compile_module(body, compiler, failed))
     if isinstance(compiler, Inductor):
         try:
             # A stage that Inductor cannot compile runs eagerly: a slower step is better than none.
@@ -131,11 +131,11 @@ def _compiled(
             if failed is not None:
                 failed()
             return eager_stage(graph_module)
-        function = from_zero(graph_module, _boxed(code))
+        function = start_from_zeros(graph_module, _box(code))
     else:
         assert callable(compiler)
-        function = from_zero(graph_module, _boxed(compiler(module, examples)))
-    return _holding(function, loops)
+        function = start_from_zeros(graph_module, _box(compiler(module, examples)))
+    return _keep_alive(function, loops)
 
 
 def _warn_of_failure(module: fx.GraphModule, error: Exception) -> None:
@@ -149,14 +149,14 @@ def _warn_of_failure(module: fx.GraphModule, error: Exception) -> None:
     )
 
 
-def unboxed(module: fx.GraphModule) -> fx.GraphModule:
+def unbox(module: fx.GraphModule) -> fx.GraphModule:
     """The same graph with ordinary positional arguments, as compilers expect it."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     return torch_private.graph_module(module, graph, module._get_name())
 
 
-def _boxed(function: Callable[..., Any]) -> Boxed:
+def _box(function: Callable[..., Any]) -> Boxed:
     """Box what a compiler returned. A function that is boxed already (``_boxed_call``) is returned as it is."""
     if getattr(function, "_boxed_call", False):
         # Inductor's functions empty the list of arguments themselves, so that inputs die while they run. Others are

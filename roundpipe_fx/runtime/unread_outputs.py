@@ -51,7 +51,7 @@ class UnreadOutputs:
                 operands = [results[position], *inputs.pop(position)]
                 value = _Value(output, operands, functools.partial(self._see, position))
                 self._values.add(value)
-                results[position] = _unread(value.like, output.value.device, value.read)
+                results[position] = _make_unread(value.like, output.value.device, value.read)
             return tuple(results)
 
         call._boxed_call = True  # type: ignore[attr-defined]
@@ -114,14 +114,14 @@ class _Value:
 
 def _like(output: UnreadOutput, operands: Sequence[Any]) -> torch.Tensor:
     if all(isinstance(size, int) for size in (*output.value.shape, *output.value.stride())):
-        return _numberless(output.value)
+        return _on_meta(output.value)
     with torch.no_grad():
         like = output.module(*tree_map_only(torch.Tensor, lambda operand: operand.to("meta"), list(operands)))
     assert isinstance(like, torch.Tensor)
     return like
 
 
-def _numberless(like: torch.Tensor) -> torch.Tensor:
+def _on_meta(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
 
 
@@ -142,8 +142,8 @@ class UnreadTensor(WithoutStorage):
     def run(cls, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, now or when its result is read."""
         if operator in _LATER and not kwargs.keys() - {"dtype"}:
-            like = operator(_numberless(args[0]), **kwargs)
-            return _unread(like, args[0].device, lambda: operator(args[0].read(), **kwargs))
+            like = operator(_on_meta(args[0]), **kwargs)
+            return _make_unread(like, args[0].device, lambda: operator(args[0].read(), **kwargs))
         args, kwargs = tree_map_only(UnreadTensor, lambda unread: unread.read(), (args, kwargs))
         return operator(*args, **kwargs)
 
@@ -161,14 +161,14 @@ _LATER = (aten.detach.default, aten.alias.default, aten._to_copy.default)
 """Operations that do not read a tensor yet: conversions are among them if it stays on its device."""
 
 
-def _unread(like: torch.Tensor, device: torch.device, read: Callable[[], torch.Tensor]) -> UnreadTensor:
+def _make_unread(like: torch.Tensor, device: torch.device, read: Callable[[], torch.Tensor]) -> UnreadTensor:
     made = without_storage(UnreadTensor, like, device)
     # Who reads it again finds what was written into it meanwhile.
     made.read = functools.cache(read)
     return made
 
 
-def _reading(name: str) -> Callable[..., Any]:
+def _make_reading_method(name: str) -> Callable[..., Any]:
     """A method that looks at a tensor's memory."""
 
     def method(self: UnreadTensor, *args: Any, **kwargs: Any) -> Any:
@@ -178,4 +178,4 @@ def _reading(name: str) -> Callable[..., Any]:
 
 
 for _name in ("numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "share_memory_"):
-    setattr(UnreadTensor, _name, _reading(_name))
+    setattr(UnreadTensor, _name, _make_reading_method(_name))

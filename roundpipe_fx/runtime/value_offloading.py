@@ -61,7 +61,7 @@ def offload_steps_of(
         turn = backward_start(schedule.orders[device], schedule)
         for offload in offloads:
             if offload.device == device:
-                for name in _in_run(offload, turn, kinds):
+                for name in _steps_in_run(offload, turn, kinds):
                     position = positions[getattr(offload, name)]
                     at_position.setdefault(position, {}).setdefault(name, []).append(offload)
         steps_of_devices.append(
@@ -73,7 +73,7 @@ def offload_steps_of(
     return steps_of_devices
 
 
-def _in_run(offload: Offload, turn: int, kinds: Collection[ActionKind] | None) -> tuple[str, ...]:
+def _steps_in_run(offload: Offload, turn: int, kinds: Collection[ActionKind] | None) -> tuple[str, ...]:
     """The steps of an offload that belong to a run.
 
     Args:

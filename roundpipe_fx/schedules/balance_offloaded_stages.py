@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from roundpipe_fx.schedules.roundpipe_partition import FUSED, RoundPipePartition, divider, slot_seconds
+from roundpipe_fx.schedules.roundpipe_partition import FUSED, RoundPipePartition, make_divider, slot_seconds
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of slots that are tried."""
@@ -128,7 +128,7 @@ def _seconds(
 
 def _divisions(forward: list[float], backward: list[float], devices: int) -> Iterator[RoundPipePartition]:
     count = len(forward)
-    divide = divider(forward, backward)
+    divide = make_divider(forward, backward)
     yield RoundPipePartition((), (0, count - 1), ())  # a single slot
     for first in range(count - 1, max(0, count - 1 - FUSED), -1):
         counts = sorted({fewer for fewer in _COUNTS if fewer < first} | {first})

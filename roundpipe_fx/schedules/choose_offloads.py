@@ -61,17 +61,17 @@ def offloads_within(
     for offload in must:
         during[offload.device][offload.freed : offload.reloads] -= offload.bytes
     if not rule.in_time:
-        return sorted([*must, *choose_offloads(may, during, rule.limit)], key=_order_of_leaving)
+        return sorted([*must, *choose_offloads(may, during, rule.limit)], key=_offload_order)
     assert costs.host_bandwidth is not None
     chosen = list(must)
     for device, (left, starts, ends) in enumerate(zip(during, timing.starts, timing.ends, strict=True)):
-        link = _Outgoing(starts, ends, costs.host_bandwidth)
+        link = _OutgoingLink(starts, ends, costs.host_bandwidth)
         candidates = [offload for offload in may if offload.device == device]
         covering = _cover_in_time(
             candidates, [offload for offload in must if offload.device == device], left, rule.limit, link
         )
-        chosen += _without_superfluous(covering, left, rule.limit)
-    return sorted(chosen, key=_order_of_leaving)
+        chosen += _drop_superfluous(covering, left, rule.limit)
+    return sorted(chosen, key=_offload_order)
 
 
 def choose_offloads(candidates: Sequence[Offload], action_bytes: Sequence[np.ndarray], limit: int) -> list[Offload]:
@@ -85,11 +85,11 @@ def choose_offloads(candidates: Sequence[Offload], action_bytes: Sequence[np.nda
     for device, during in enumerate(action_bytes):
         left = during.astype(np.int64)
         covering = _cover([tried for tried in candidates if tried.device == device], left, limit)
-        chosen += _without_superfluous(covering, left, limit)
-    return sorted(chosen, key=_order_of_leaving)
+        chosen += _drop_superfluous(covering, left, limit)
+    return sorted(chosen, key=_offload_order)
 
 
-def _order_of_leaving(offload: Offload) -> tuple[int, int, int, tuple[tuple[int, int], ...]]:
+def _offload_order(offload: Offload) -> tuple[int, int, int, tuple[tuple[int, int], ...]]:
     return offload.device, offload.leaves, offload.microbatch, offload.values
 
 
@@ -111,7 +111,7 @@ def _cover(candidates: Sequence[Offload], left: np.ndarray, limit: int) -> list[
     return chosen
 
 
-class _Outgoing:
+class _OutgoingLink:
     """The link from a device to the host, while its copies are chosen one after another.
 
     Args:
@@ -139,7 +139,7 @@ class _Outgoing:
 
 
 def _cover_in_time(
-    candidates: Sequence[Offload], must: Sequence[Offload], left: np.ndarray, limit: int, link: _Outgoing
+    candidates: Sequence[Offload], must: Sequence[Offload], left: np.ndarray, limit: int, link: _OutgoingLink
 ) -> list[Offload]:
     """Offloads that lower ``left`` to the limit, if possible such that the device does not wait for copies to the host.
 
@@ -186,7 +186,7 @@ def _cover_in_time(
     return chosen
 
 
-def _without_superfluous(chosen: Sequence[Offload], left: np.ndarray, limit: int) -> list[Offload]:
+def _drop_superfluous(chosen: Sequence[Offload], left: np.ndarray, limit: int) -> list[Offload]:
     """Drop superfluous offloads, unless a position would exceed the limit, or exceed it by more."""
     needed = []
     # Shortest absence first: it is the one most likely covered by others.

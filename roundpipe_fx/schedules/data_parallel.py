@@ -50,9 +50,7 @@ class DataParallel:
             one: seconds of a collective, by bytes.
         """
         sizes = [*sizes]
-        return sum(
-            one(sum(sizes[position] for position in positions)) for positions in reduced_together(sizes, self.sharded)
-        )
+        return sum(one(sum(sizes[position] for position in positions)) for positions in bucketize(sizes, self.sharded))
 
     def reduce_seconds(self, sizes: Iterable[int]) -> float:
         """Seconds of reducing gradients, of which each replica gets all or, if sharded, its part."""
@@ -65,7 +63,7 @@ def aligned_bytes(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def reduced_together(sizes: Sequence[int], sharded: bool) -> list[list[int]]:
+def bucketize(sizes: Sequence[int], sharded: bool) -> list[list[int]]:
     """Which tensors of a stage travel as one: the positions of each group, in order.
 
     Args:

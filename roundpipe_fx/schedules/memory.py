@@ -167,7 +167,7 @@ class _Memory:
         """By device, bytes of the outputs that it computes itself. The caller's gets the others too."""
         self._parts_kept = [0] * len(codes)
         """By device, bytes of parts of outputs that a backward reads, beside the outputs that were put together."""
-        self._of_inputs = [_by_owner(variant.input_gradient_bytes) for variant in self.variants]
+        self._of_inputs = [_sum_by_owner(variant.input_gradient_bytes) for variant in self.variants]
         """By variant, bytes of the gradients of inputs."""
 
     def _table(self, bytes_of: Callable[[StepCosts, StageAction], int]) -> np.ndarray:
@@ -421,7 +421,7 @@ class _Memory:
         return sum(gradients.values()) + of_inputs + together + outputs + sum(self._incoming_gradient_bytes)
 
 
-def _by_owner(gradients: Mapping[StageAction, Mapping[int, int]]) -> dict[int, int]:
+def _sum_by_owner(gradients: Mapping[StageAction, Mapping[int, int]]) -> dict[int, int]:
     """Bytes by number of the input, whose gradient several stage actions may contribute to."""
     bytes_by_owner: dict[int, int] = {}
     for of_step in gradients.values():

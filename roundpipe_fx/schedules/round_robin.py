@@ -47,18 +47,18 @@ def dispatch(devices: int, seconds: Sequence[float], microbatches: int, once: bo
     """
     # Offloaded: one group, one worker per slot, so each slot's weights are copied once.
     if once:
-        return _by_groups(devices, seconds, microbatches, 1, 1)
+        return _dispatch_groups(devices, seconds, microbatches, 1, 1)
     most = max(1, microbatches // min(devices, microbatches)) if microbatches else 1
     counts = sorted({1, 2, most, (most + 1) // 2} & set(range(1, most + 1)))
     tried = (
-        _by_groups(devices, seconds, microbatches, groups, sharing)
+        _dispatch_groups(devices, seconds, microbatches, groups, sharing)
         for groups in counts
         for sharing in range(1, min(devices, _SHARING) + 1)
     )
     return min(tried, key=lambda candidate: candidate.makespan)
 
 
-def _by_groups(devices: int, seconds: Sequence[float], microbatches: int, groups: int, sharing: int) -> Dispatch:
+def _dispatch_groups(devices: int, seconds: Sequence[float], microbatches: int, groups: int, sharing: int) -> Dispatch:
     average = sum(seconds) / len(seconds)
     # A slot of three times the average is shared by three workers, up to the limit.
     workers_of = [min(sharing, max(1, round(took / average))) if average else 1 for took in seconds]

@@ -77,12 +77,12 @@ def balance_roundpipe_stages(
     # Estimates leave out that workers wait, so the most promising partitions are dispatched for real.
     best = min(
         (dispatch(devices, slot_seconds(tried, forward, backward, recomputing), microbatches).makespan, position)
-        for position, tried in enumerate(_promising([tried for *_, tried in hopeful], microbatches))
+        for position, tried in enumerate(_keep_promising([tried for *_, tried in hopeful], microbatches))
     )
     return hopeful[best[1]][-1]
 
 
-def _promising(hopeful: Sequence[RoundPipePartition], microbatches: int) -> Iterator[RoundPipePartition]:
+def _keep_promising(hopeful: Sequence[RoundPipePartition], microbatches: int) -> Iterator[RoundPipePartition]:
     actions = 0
     # Enough partitions, and enough actions: partitions of few slots are cheap to simulate, so more of them are.
     for count, tried in enumerate(hopeful):
@@ -128,7 +128,7 @@ def is_spread(tried: RoundPipePartition, slots: list[float], devices: int) -> bo
 def _divisions(forward: list[float], recomputing: list[float], devices: int) -> Iterator[RoundPipePartition]:
     count = len(forward)
     most = _SLOTS_A_DEVICE * devices
-    divide = divider(forward, recomputing)
+    divide = make_divider(forward, recomputing)
     # The fused slot ends with the last segment and begins at one of the last few.
     for first in range(count - 1, max(-1, count - 1 - FUSED), -1):
         # Everything is fused: one slot, without a forward or a backward of its own.
@@ -139,7 +139,7 @@ def _divisions(forward: list[float], recomputing: list[float], devices: int) -> 
                 yield divide(first, ahead_slots, back_slots)
 
 
-def divider(
+def make_divider(
     forward_seconds: Sequence[float], backward_seconds: Sequence[float]
 ) -> Callable[[int, int, int], RoundPipePartition]:
     """Partitions whose slots of one kind are balanced exactly.

@@ -89,7 +89,7 @@ def _windows(order: DeviceOrder, costs: ShardedCosts) -> Iterator[list[tuple[ran
         yield list(zip(positions, reads, resident(reads), strict=True))
 
 
-def gaps_of(order: DeviceOrder, costs: ShardedCosts) -> list[KeptGathered]:
+def find_gaps(order: DeviceOrder, costs: ShardedCosts) -> list[KeptGathered]:
     """All that may stay gathered on a device: what is dropped and gathered again within a half of a step."""
     numbers_of_gap: dict[tuple[int, int, int], list[int]] = {}
     for windows in _windows(order, costs):

@@ -81,10 +81,10 @@ class ScheduleSpec:
             return False
         stages = devices * self.stages_per_device
         orders, others = (spec.build(devices, stages, microbatches).orders for spec in (self, other))
-        return len(orders) == len(others) and all(map(np.array_equal, map(_whole, orders), others))
+        return len(orders) == len(others) and all(map(np.array_equal, map(_merge_halves, orders), others))
 
 
-def given_spec(schedule: Schedule) -> ScheduleSpec:
+def make_custom_spec(schedule: Schedule) -> ScheduleSpec:
     """The specification of a schedule that the user has written."""
     forwards = (order[order[:, 0] == NUMBER[ActionKind.FORWARD], 1] for order in schedule.orders)
     return ScheduleSpec(
@@ -95,7 +95,7 @@ def given_spec(schedule: Schedule) -> ScheduleSpec:
     )
 
 
-def _whole(order: np.ndarray) -> np.ndarray:
+def _merge_halves(order: np.ndarray) -> np.ndarray:
     """An order with the halves of each backward as one action, where the gradients of inputs are computed."""
     kept = order[order[:, 0] != NUMBER[ActionKind.BACKWARD_WEIGHT]].copy()
     kept[kept[:, 0] == NUMBER[ActionKind.BACKWARD_INPUT], 0] = NUMBER[ActionKind.BACKWARD]

@@ -17,7 +17,7 @@ import torch._dynamo.exc
 from torch import fx
 from torch._dynamo.eval_frame import OptimizedModule
 
-from roundpipe_fx.torch_private.interpreter_stack import in_one_chunk
+from roundpipe_fx.torch_private.interpreter_stack import run_in_one_chunk
 from roundpipe_fx.torch_private.tracing_retries import was_retried
 
 __all__ = [
@@ -103,7 +103,7 @@ def enter_around_compilations(by_others: Callable[[CodeType, Sequence[torch.nn.M
     if hasattr(compile_frame, "roundpipe_fx"):
         return
 
-    compile_undisturbed = in_one_chunk(compile_frame)
+    compile_undisturbed = run_in_one_chunk(compile_frame)
 
     # Other backends' compilations pass through: only frames that are compiled by our backend are entered.
     def compile_frame_in_context(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["in_one_chunk"]
+__all__ = ["run_in_one_chunk"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -22,7 +22,7 @@ _SLOTS = 40_000
 KiB, since their sizes are powers of two; 200 KiB remain for the frames of all that is called from it."""
 
 
-def in_one_chunk(function: Callable[P, T]) -> Callable[P, T]:
+def run_in_one_chunk(function: Callable[P, T]) -> Callable[P, T]:
     """Wrap a function so that its own frame and those of all that it calls lie in one chunk.
 
     Args:

@@ -15,7 +15,7 @@ from roundpipe_fx.distributed.averaging import (
     GradientBucket,
     GradientReduction,
     buckets_of,
-    known_at_end,
+    find_late_gradients,
     reductions_of,
 )
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
@@ -59,7 +59,7 @@ def test_buckets_begin_with_the_last_stage_and_wait_for_the_last_microbatch() ->
     instructions = [_instruction(*own) for own in order]
     programs, primals = [program, program], [parameters, parameters]
     ran = {(own.action.step, own.action.microbatch) for own in instructions}
-    late = known_at_end(programs, primals, ran)
+    late = find_late_gradients(programs, primals, ran)
     assert late == {id(parameters[3])}
     first, second, third, _ = map(id, parameters)
     # Replicas may run stages in another order, so none is reduced before those of later stages.
@@ -67,7 +67,7 @@ def test_buckets_begin_with_the_last_stage_and_wait_for_the_last_microbatch() ->
         GradientBucket(3, (third,)),
         GradientBucket(3, (first, second)),
     ]
-    forwards = known_at_end(programs, primals, ran - {((BACKWARD, 2), 1)})
+    forwards = find_late_gradients(programs, primals, ran - {((BACKWARD, 2), 1)})
     assert forwards == {third, id(parameters[3])}  # one microbatch's is computed by an earlier run
 
 
@@ -151,5 +151,5 @@ def test_after_a_failure_what_was_not_started_is_reduced_with_zeros() -> None:
     sums.give(id(second), torch.ones(2))
     with pytest.raises(KeyError):  # after the first was started, which is not to be started again
         run.after(0, sums)
-    run.go_without_values()
+    run.reduce_zeros()
     assert [value.tolist() for value in replicas.started] == [[0.5, 0.5], [0.0, 0.0, 0.0]]

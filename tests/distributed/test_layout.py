@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roundpipe_fx.distributed.layout import ValueLayout, count, dense, numbers_of, received, strided
+from roundpipe_fx.distributed.layout import (
+    ValueLayout,
+    as_dense_row,
+    as_strided_tensor,
+    count,
+    numbers_of,
+    split_numbers,
+)
 
 BASE = torch.arange(48.0).reshape(4, 6, 2)
 
@@ -28,14 +35,14 @@ BASE = torch.arange(48.0).reshape(4, 6, 2)
 )
 def test_strides_survive(value: torch.Tensor) -> None:
     shape, stride = tuple(value.shape), value.stride()
-    flat = dense(value, shape, stride)
+    flat = as_dense_row(value, shape, stride)
     assert flat.dim() == 1 and flat.is_contiguous() and flat.numel() == count(shape, stride) <= value.numel()
-    other = strided(flat.clone(), shape, stride)
+    other = as_strided_tensor(flat.clone(), shape, stride)
     assert other.stride() == stride and torch.equal(other, value)
 
 
 def test_dense_values_are_not_copied() -> None:
-    assert dense(BASE.mT, (4, 2, 6), BASE.mT.stride()).data_ptr() == BASE.data_ptr()
+    assert as_dense_row(BASE.mT, (4, 2, 6), BASE.mT.stride()).data_ptr() == BASE.data_ptr()
 
 
 def test_what_depends_on_data_travels_first() -> None:
@@ -53,6 +60,6 @@ def test_what_depends_on_data_travels_first() -> None:
         ]
     assert [layout.numbers for layout in layouts] == [4, 1, 1, 1, 0]
     values = [torch.ones(3, 1, dtype=torch.int64), 3, 0.1, False, torch.ones(2)]
-    assert received(layouts, numbers_of(values, layouts)) == [((3, 1), (1, 1)), 3, 0.1, False, ((2,), (1,))]
+    assert split_numbers(layouts, numbers_of(values, layouts)) == [((3, 1), (1, 1)), 3, 0.1, False, ((2,), (1,))]
     with pytest.raises(TypeError, match="str cannot be sent"):
         ValueLayout.of("text")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roundpipe_fx.distributed.transfer_orders import check_transfers, orders_of, transfers_of
+from roundpipe_fx.distributed.transfer_orders import check_transfers, make_orders, transfers_of
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source, StepCode, instructions_of
 from roundpipe_fx.schedules import (
     Action,
@@ -78,7 +78,7 @@ def test_orders_of_schedules_are_valid(name: str, devices: int, skips: bool) -> 
     schedule = make(devices, devices * times, 2 * devices)
     programs = [_program(graph)] * (2 * devices)
     instructions = instructions_of(schedule, programs)
-    orders = orders_of(instructions, transfers_of(instructions, programs))
+    orders = make_orders(instructions, transfers_of(instructions, programs))
     check_transfers(orders, graph.reads)
     expected = with_transfers(schedule, graph)
     for order, other in zip(orders, expected, strict=True):  # the same transfers, receives perhaps earlier
@@ -91,7 +91,7 @@ def test_receives_are_started_as_early_as_they_can_arrive() -> None:
     graph = chain(2)
     programs = [_program(graph)] * 2
     instructions = instructions_of(one_f_one_b(2, 2, 2), programs)
-    orders = orders_of(instructions, transfers_of(instructions, programs))
+    orders = make_orders(instructions, transfers_of(instructions, programs))
     assert [" ".join(map(str, order)) for order in orders] == [
         "F0.0 S:F0.0>1 V:B1.0<1 F0.1 S:F0.1>1 V:B1.1<1 B0.0 B0.1",
         "V:F0.0<0 V:F0.1<0 F1.0 B1.0 S:B1.0>0 F1.1 B1.1 S:B1.1>0",
@@ -103,7 +103,7 @@ def test_receives_follow_the_sender_where_the_reader_does_not() -> None:
     graph = chain(2, training=False)
     programs = [_program(graph)] * 2
     instructions = instructions_of(Schedule.parse("F0.0 F0.1\nF1.1 F1.0"), programs)
-    orders = orders_of(instructions, transfers_of(instructions, programs))
+    orders = make_orders(instructions, transfers_of(instructions, programs))
     assert " ".join(map(str, orders[1])) == "V:F0.0<0 V:F0.1<0 F1.1 F1.0"
     check_transfers(orders, graph.reads)
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 import roundpipe_fx
 from roundpipe_fx.frontend import opaque_backward
-from roundpipe_fx.frontend.call_template import emptied, filled, same
+from roundpipe_fx.frontend.call_template import empty_template, fill_template, is_same_template
 from roundpipe_fx.torch_private import registered_backwards
 from tests.comparison import assert_bitwise, train_step
 
@@ -271,11 +271,13 @@ def test_what_is_kept_for_calls_goes_with_them() -> None:
 def test_templates() -> None:
     tensors: list[torch.Tensor] = []
     tree = {"a": [torch.ones(1), 3], "b": torch.Size([2, 3]), "c": (None, float("nan"), np.arange(2))}
-    template = emptied(tree, tensors, [])
-    back = filled(template, [torch.zeros(1)], [])
+    template = empty_template(tree, tensors, [])
+    back = fill_template(template, [torch.zeros(1)], [])
     assert len(tensors) == 1 and back["a"][0].item() == 0 and back["b"] == torch.Size([2, 3])
     assert isinstance(back["b"], torch.Size)
-    assert same(template, emptied({**tree, "c": (None, float("nan"), np.arange(2))}, [], []))
+    assert is_same_template(template, empty_template({**tree, "c": (None, float("nan"), np.arange(2))}, [], []))
     for other in ((None, 0.0, np.arange(2)), (None, float("nan"), np.arange(2.0)), [None, float("nan"), np.arange(2)]):
-        assert not same(template, emptied({**tree, "c": other}, [], []))
-    assert not same(0.0, -0.0) and not same(1, True) and not same(object(), object())
+        assert not is_same_template(template, empty_template({**tree, "c": other}, [], []))
+    assert (
+        not is_same_template(0.0, -0.0) and not is_same_template(1, True) and not is_same_template(object(), object())
+    )

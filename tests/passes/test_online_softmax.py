@@ -14,7 +14,7 @@ from roundpipe_fx.ir.text import joint_text
 from roundpipe_fx.ir.verifier import snapshot, verify
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.mean_losses import split_mean_losses
-from roundpipe_fx.passes.online_softmax import write_online
+from roundpipe_fx.passes.online_softmax import rewrite_online
 from tests.capturing import capture_joint, run_joint
 from tests.cross_entropies import CLASS_WEIGHTS, CROSS_ENTROPIES
 from tests.graph_text import CPU, joint_of
@@ -69,7 +69,7 @@ def joint(
 def written(text: str) -> str:
     joint = joint_of(text)
     before = snapshot(joint)
-    made = write_online(joint, online_softmaxes(joint), CPU)
+    made = rewrite_online(joint, online_softmaxes(joint), CPU)
     verify(made, "online_softmax", before, {"online_softmax"})
     return joint_text(made)
 
@@ -186,7 +186,7 @@ def test_losses_and_gradients_are_the_same(name: str) -> None:
     expected = run_joint(joint, given)
     names = online_softmaxes(joint)
     assert names
-    found = run_joint(write_online(joint, names, CPU), given)
+    found = run_joint(rewrite_online(joint, names, CPU), given)
     assert not any(node.target is torch.ops.aten._log_softmax.default for node in joint.graph.nodes)
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import expecttest
 
 import roundpipe_fx.torch_private  # noqa: F401 - registers the operators
-from roundpipe_fx.passes.packed_gradients import continue_sums
+from roundpipe_fx.passes.packed_gradients import pass_sums_to_backward
 from tests.graph_text import after
 
 
@@ -29,7 +29,7 @@ def joint(
     return (), (None, None, None, of_w_in, add)
 """
     expecttest.assert_expected_inline(
-        after(continue_sums, before, name="packed_gradients"),
+        after(pass_sums_to_backward, before, name="packed_gradients"),
         """\
 def joint(
     data: float32[6, 2],
@@ -70,7 +70,7 @@ def joint(
     return (), (None, None, None, of_w_in, add)
 """
     expecttest.assert_expected_inline(
-        after(continue_sums, before, name="packed_gradients"),
+        after(pass_sums_to_backward, before, name="packed_gradients"),
         """\
 def joint(
     data: float32[6, 2],
@@ -113,7 +113,7 @@ def joint(
     return (), (None, None, None, sin, add)
 """
     expecttest.assert_expected_inline(
-        after(continue_sums, before, name="packed_gradients"),
+        after(pass_sums_to_backward, before, name="packed_gradients"),
         """\
 def joint(
     data: float32[6, 2],

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import expecttest
 
-from roundpipe_fx.passes.statistics import write_with_statistics
+from roundpipe_fx.passes.statistics import decompose_into_statistics
 from tests.graph_text import CPU, after
 
 
@@ -21,7 +21,7 @@ def joint(
     mul: float32[8, 4] = aten.mul.Tensor(tangents_1, _log_softmax)
     return (add,), (mul,)
 """
-    made = after(lambda joint: write_with_statistics(joint, CPU), before, name="statistics")
+    made = after(lambda joint: decompose_into_statistics(joint, CPU), before, name="statistics")
     expecttest.assert_expected_inline(
         made,
         """\
@@ -64,7 +64,7 @@ def joint(
     sub: float32[8, 4] = aten.sub.Tensor(mul, getitem_1)
     return (view,), (sub,)
 """
-    made = after(lambda joint: write_with_statistics(joint, CPU), before, name="statistics")
+    made = after(lambda joint: decompose_into_statistics(joint, CPU), before, name="statistics")
     expecttest.assert_expected_inline(
         made,
         """\

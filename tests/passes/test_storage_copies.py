@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.passes.storage_copies import copy_parts_alone
+from roundpipe_fx.passes.storage_copies import copy_parts_only
 from tests.capturing import capture_joint
 from tests.comparison import aot_eager_step, assert_bitwise, train_step
 from tests.graph_text import after
@@ -76,7 +76,7 @@ def test_no_storage_is_copied_whole(kind: type[nn.Module], options: dict[str, An
 
 
 def test_a_bank_is_copied_once() -> None:
-    joint = copy_parts_alone(capture_joint(_Bank(), torch.randn(16, 64)))
+    joint = copy_parts_only(capture_joint(_Bank(), torch.randn(16, 64)))
     copies = [node.meta["val"].numel() for node in joint.computed() if "clone" in node.name or "copy" in node.name]
     assert copies == [512 * 64, 64 * 64], "the bank, and the part whose diagonal is written"
 
@@ -88,7 +88,7 @@ def test_a_buffer_that_is_replaced_is_not_copied() -> None:
             self.bank.copy_(self.bank * 0.5 + 1)
             return y.square().mean()
 
-    targets = [str(node.target) for node in copy_parts_alone(capture_joint(Replacing(), torch.ones(2, 64))).computed()]
+    targets = [str(node.target) for node in copy_parts_only(capture_joint(Replacing(), torch.ones(2, 64))).computed()]
     assert "aten.copy.default" not in targets and "aten.clone.default" not in targets
 
 
@@ -136,7 +136,7 @@ def joint(
     select_scatter: float32[2, 8] = aten.select_scatter.default(part, row, 0, 1)
     return (select_scatter,), ()
 """
-    made = after(copy_parts_alone, before, name="storage_copies")
+    made = after(copy_parts_only, before, name="storage_copies")
     expecttest.assert_expected_inline(
         made,
         """\
@@ -164,7 +164,7 @@ def joint(
     select_scatter: float32[2, 8] = aten.select_scatter.default(neg, row, 0, 1)
     return (select_scatter,), ()
 """
-    made = after(copy_parts_alone, before, name="storage_copies")
+    made = after(copy_parts_only, before, name="storage_copies")
     expecttest.assert_expected_inline(
         made,
         """\

@@ -3,7 +3,7 @@ from __future__ import annotations
 import expecttest
 import pytest
 
-from roundpipe_fx.passes.unread_outputs import leave_out_unread
+from roundpipe_fx.passes.unread_outputs import drop_unread_outputs
 from tests.graph_text import after
 
 HEAD = """
@@ -28,7 +28,7 @@ def joint(
 
 def test_as_text_the_narrow_value_is_returned() -> None:
     joint = after(
-        lambda joint: leave_out_unread(joint, [1]), HEAD.format(cap="neg", returned="view"), name="unread_outputs"
+        lambda joint: drop_unread_outputs(joint, [1]), HEAD.format(cap="neg", returned="view"), name="unread_outputs"
     )
     expecttest.assert_expected_inline(
         joint,
@@ -55,7 +55,7 @@ def joint(
 def test_as_text_scores_that_are_drawn_stay() -> None:
     """Whoever read them later would get other ones."""
     text = HEAD.format(cap="bernoulli", returned="view")
-    left = after(lambda joint: leave_out_unread(joint, [1]), text, name="unread_outputs")
+    left = after(lambda joint: drop_unread_outputs(joint, [1]), text, name="unread_outputs")
     assert left == after(lambda joint: joint, text, name="unread_outputs")
 
 
@@ -69,5 +69,5 @@ def test_as_text_scores_that_are_drawn_stay() -> None:
 )
 def test_other_outputs_stay(cap: str, returned: str, outputs: list[int]) -> None:
     text = HEAD.format(cap=cap, returned=returned)
-    left = after(lambda joint: leave_out_unread(joint, outputs), text, name="unread_outputs")
+    left = after(lambda joint: drop_unread_outputs(joint, outputs), text, name="unread_outputs")
     assert left == after(lambda joint: joint, text, name="unread_outputs")

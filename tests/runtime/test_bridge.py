@@ -15,8 +15,8 @@ from roundpipe_fx.runtime.bridge import (
     StopAtForward,
     TraceOnly,
     capture_call,
-    observed,
-    pipelined,
+    make_pipelined_forward,
+    respect_trace_only,
     return_results,
     trace_only,
 )
@@ -29,7 +29,7 @@ def _double(arguments: list[Any]) -> tuple[Any, ...]:
 
 
 def test_what_is_only_traced_does_not_run() -> None:
-    forward = observed(_double)
+    forward = respect_trace_only(_double)
     with trace_only():
         with pytest.raises(TraceOnly):
             forward([1])
@@ -41,7 +41,7 @@ def test_what_is_only_traced_does_not_run() -> None:
 
 
 def test_a_call_is_captured_and_then_returns_what_was_computed_elsewhere() -> None:
-    forward = pipelined("graph", ["saved"])
+    forward = make_pipelined_forward("graph", ["saved"])
     assert capture_call(lambda: forward([1, 2])) == ("graph", [1, 2])
     seen: list[Any] = []
     with return_results((3,), lambda graph, arguments: seen.append((graph, list(arguments)))):
@@ -55,13 +55,13 @@ def test_a_call_without_a_graph_returns_its_output() -> None:
     with pytest.raises(NothingCompiled) as raised:
         capture_call(lambda: "output")
     assert raised.value.output == "output"
-    forward = pipelined("graph", [])
+    forward = make_pipelined_forward("graph", [])
     with pytest.raises(RuntimeError, match="called outside of its step"):  # it is captured no longer
         forward([1])
 
 
 def test_a_handler_of_the_model_does_not_catch_what_travels_up() -> None:
-    forward = pipelined("graph", [])
+    forward = make_pipelined_forward("graph", [])
 
     def call() -> Any:
         with contextlib.suppress(Exception):

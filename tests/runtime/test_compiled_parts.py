@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from roundpipe_fx.ir.options import Inductor
-from roundpipe_fx.runtime.compiled_parts import compile_in_parts, in_parts
+from roundpipe_fx.runtime.compiled_parts import compile_in_parts, split_at_collectives
 from roundpipe_fx.torch_private import boxed_codegen
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ def test_as_text_equal_parts_are_compiled_once() -> None:
             x = _summed(aten.mm.default(x, w))
         return (x,)
 
-    module = in_parts(_module(between, torch.ones(2, 3), torch.ones(3, 3)), compiled)
+    module = split_at_collectives(_module(between, torch.ones(2, 3), torch.ones(3, 3)), compiled)
     assert len(made) == 1
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     assert len({node.target for node in calls if node.name.startswith("part")}) == 1

@@ -15,7 +15,7 @@ from roundpipe_fx.analysis.cost.network import Network, Ring
 from roundpipe_fx.schedules import ActionKind, StepCosts, chain, gpipe, one_f_one_b, simulate_time
 from roundpipe_fx.schedules.data_parallel import DataParallel, Gather
 from roundpipe_fx.schedules.memory import weights_of_devices
-from roundpipe_fx.schedules.sharding import ShardedCosts, gaps_of, gathers_of
+from roundpipe_fx.schedules.sharding import ShardedCosts, find_gaps, gathers_of
 from roundpipe_fx.schedules.step_costs import device_orders
 
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -161,7 +161,7 @@ def test_what_stays_gathered_is_not_gathered_again() -> None:
     (order,) = device_orders(schedule)
     whole = (_SIZE,)
     least = [Gather(0, whole, whole), Gather(1, (), whole), Gather(2, (), ()), Gather(4, (), whole), Gather(5, (), ())]
-    gaps = gaps_of(order, costs.sharded)
+    gaps = find_gaps(order, costs.sharded)
     assert gathers_of(order, costs.sharded, ()) == least
     kept = [least[0], least[1], least[2], Gather(4, (), ()), least[4]]
     assert [(gap.dropped, gap.regathered) for gap in gaps] == [(1, 4)] and gathers_of(

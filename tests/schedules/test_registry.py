@@ -12,7 +12,7 @@ import pytest
 
 from roundpipe_fx.schedules import SCHEDULES, ScheduleSpec, gpipe, one_f_one_b
 from roundpipe_fx.schedules.registry import schedules_table
-from roundpipe_fx.schedules.spec import given_spec
+from roundpipe_fx.schedules.spec import make_custom_spec
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "how-it-works.md"
@@ -83,7 +83,7 @@ def test_schedules_that_run_alike() -> None:
 
 
 def test_the_specification_of_a_written_schedule() -> None:
-    spec = given_spec(one_f_one_b(2, 4, 3))
+    spec = make_custom_spec(one_f_one_b(2, 4, 3))
     assert (spec.stages, spec.splits_backward, spec.updates_across_stages) == (4, False, False)
     assert spec.build(7, 7, 7) == one_f_one_b(2, 4, 3)
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 
 from roundpipe_fx.schedules import ActionKind, StepCosts, chain, gpipe, interleaved, simulate_time
-from roundpipe_fx.schedules.sharding import ShardedCosts, choose_kept, gaps_of, gathered_bytes
+from roundpipe_fx.schedules.sharding import ShardedCosts, choose_kept, find_gaps, gathered_bytes
 from roundpipe_fx.schedules.step_costs import device_orders
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -41,7 +41,7 @@ def test_the_shortest_gaps_are_kept_first_and_a_limit_is_kept() -> None:
     schedule, costs = interleaved(1, STAGES, 6), _costs()
     assert costs.sharded is not None
     (order,) = device_orders(schedule)
-    gaps = gaps_of(order, costs.sharded)
+    gaps = find_gaps(order, costs.sharded)
     least = simulate_time(schedule, chain(STAGES), costs)
     all_kept = simulate_time(schedule, chain(STAGES), costs, kept=gaps)
     assert all_kept.gathered_bytes == (100 * STAGES,)  # each once
@@ -65,4 +65,4 @@ def test_nothing_stays_between_the_halves_of_a_step() -> None:
     schedule, costs = gpipe(1, STAGES, 2).halves(), _costs()
     assert costs.sharded is not None
     (order,) = device_orders(schedule)
-    assert all(gap.regathered <= order.turn or gap.dropped >= order.turn for gap in gaps_of(order, costs.sharded))
+    assert all(gap.regathered <= order.turn or gap.dropped >= order.turn for gap in find_gaps(order, costs.sharded))

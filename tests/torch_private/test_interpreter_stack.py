@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 
-from roundpipe_fx.torch_private.interpreter_stack import in_one_chunk
+from roundpipe_fx.torch_private.interpreter_stack import run_in_one_chunk
 
 _CALLS = 500
 
@@ -24,7 +24,7 @@ def test_calls_map_no_memory_however_deep_the_caller_is() -> None:
         if depth:
             return faults(depth - 1)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        in_one_chunk(calls)()
+        run_in_one_chunk(calls)()
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     assert max(map(faults, range(200))) < _CALLS // 5

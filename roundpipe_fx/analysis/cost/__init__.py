@@ -8,14 +8,14 @@ import torch
 
 from roundpipe_fx.analysis.cost.added import annotate_added
 from roundpipe_fx.analysis.cost.calibration import calibrated
-from roundpipe_fx.analysis.cost.launches import launches_of, seconds_together
+from roundpipe_fx.analysis.cost.launches import launches_of, seconds_with_launches
 from roundpipe_fx.analysis.cost.measured import MeasuredCosts
 from roundpipe_fx.analysis.cost.model import CostModel, annotate_node, tensor_bytes
 from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.analysis.cost.operand_rules import results_on_host
 from roundpipe_fx.analysis.cost.real_layout import (
+    is_plainly_contiguous,
     layout_of,
-    lies_plainly,
     note_real_values,
     note_sparse_bytes,
     real_values,
@@ -35,16 +35,16 @@ __all__ = [
     "cost_model",
     "depends_on_data",
     "flops_of",
+    "is_plainly_contiguous",
     "launches_of",
     "layout_of",
     "learned_name",
-    "lies_plainly",
     "note_real_values",
     "note_sparse_bytes",
     "real_values",
     "results_on_host",
     "roofline_of",
-    "seconds_together",
+    "seconds_with_launches",
     "small_values",
     "tensor_bytes",
     "workspaces_of",

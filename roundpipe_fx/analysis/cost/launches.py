@@ -16,7 +16,7 @@ from roundpipe_fx.ir.joint_graph import Mark, input_nodes, viewed
 from roundpipe_fx.ir.tile_loop import TileLoop
 
 
-def seconds_together(nodes: Iterable[fx.Node], costs: CostModel, eager: bool) -> float:
+def seconds_with_launches(nodes: Iterable[fx.Node], costs: CostModel, eager: bool) -> float:
     """Modelled seconds of operations that run one after the other.
 
     Args:

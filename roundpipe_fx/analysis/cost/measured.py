@@ -26,7 +26,7 @@ from roundpipe_fx.analysis.cost.operand_rules import may_run_alone
 from roundpipe_fx.analysis.cost.probe import kernel_settings
 from roundpipe_fx.analysis.cost.roofline import Roofline
 from roundpipe_fx.analysis.cost.signature import signature_of
-from roundpipe_fx.analysis.cost.synthetic import fits, run_alone, synthetic_operands
+from roundpipe_fx.analysis.cost.synthetic import has_memory_for, run_alone, synthetic_operands
 from roundpipe_fx.analysis.data_files import cache_folder
 from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.joint_graph import has_side_effect
@@ -117,7 +117,7 @@ class MeasuredCosts:
         partial.replace(path)  # atomic: another process reads the old file or the new one
 
     def _measure(self, node: fx.Node) -> float | None:
-        if not fits(node, self.device):
+        if not has_memory_for(node, self.device):
             log.info("%s is not measured: %s has no memory for its operands and results", node.target, self.device)
             return None
         restore = save_rng_states([self.device] if self.device.type == "cuda" else [])

@@ -20,7 +20,7 @@ from torch import fx
 from roundpipe_fx.analysis.cost.operand_kinds import index_limits
 from roundpipe_fx.analysis.cost.operand_rules import arguments_of_node, kinds_of_call
 from roundpipe_fx.analysis.cost.signature import signature_of
-from roundpipe_fx.analysis.cost.synthetic import fits, run_alone, synthetic_operands
+from roundpipe_fx.analysis.cost.synthetic import has_memory_for, run_alone, synthetic_operands
 from roundpipe_fx.analysis.data_files import cache_folder, is_on, read_data, versions, write_data
 from roundpipe_fx.ir.joint_graph import has_tag, is_mask, tensor_values
 from roundpipe_fx.torch_private import (
@@ -92,7 +92,7 @@ def probe_alone(node: fx.Node, device: torch.device, single: bool = False) -> Pr
         if key in _probed:
             return _probed[key]
     # Not cached: with more memory free the next call tries it.
-    if not single and not fits(node, device, _BYTES_OF_NUMBERS if _depends_on_numbers(node) else 0):
+    if not single and not has_memory_for(node, device, _BYTES_OF_NUMBERS if _depends_on_numbers(node) else 0):
         log.info("%s is not tried: %s has no memory for its operands and results", node.target, device)
         return None
     try:

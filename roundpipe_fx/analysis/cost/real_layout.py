@@ -23,7 +23,7 @@ from torch import fx
 from roundpipe_fx.analysis.cost.model import note_bytes, tensor_bytes
 from roundpipe_fx.analysis.cost.operand_kinds import OperandKind
 from roundpipe_fx.analysis.cost.probe import TensorLayout, probe_in_thread
-from roundpipe_fx.analysis.cost.synthetic import is_on_host, run_alone, with_accepted_numbers
+from roundpipe_fx.analysis.cost.synthetic import fill_operands, is_on_host, run_alone
 from roundpipe_fx.analysis.cost.workspace import is_measured
 from roundpipe_fx.ir.joint_graph import has_tag, is_seeded, is_view, tensor_values
 from roundpipe_fx.torch_private import number_hint, size_hint, tree_leaves, tree_map_only, without_modes
@@ -45,7 +45,7 @@ def layout_of(value: torch.Tensor) -> TensorLayout:
     return TensorLayout(tuple(map(size_hint, value.shape)), tuple(map(size_hint, value.stride())))
 
 
-def lies_plainly(value: torch.Tensor) -> bool:
+def is_plainly_contiguous(value: torch.Tensor) -> bool:
     """Test for a contiguous tensor whose dimensions of size 1 have the strides of one as well."""
     if value.layout is not torch.strided:
         return False
@@ -79,7 +79,7 @@ def real_values(node: fx.Node, device: torch.device | None) -> list[torch.Tensor
             storages = iter([size for layout, size in kept if layout is not None])
 
             def value(noted: torch.Tensor, layout: TensorLayout) -> torch.Tensor | None:
-                return _in_storage(_as_it_lies(noted, layout, operands), next(storages))
+                return _in_storage(_apply_layout(noted, layout, operands), next(storages))
 
             return _values(node, probe.layouts, value)
     return None if is_seeded(node) or _has_known_order(node) else small_values(node)
@@ -240,7 +240,7 @@ class _Scale:
         # A result that lies like an operand has its strides, gaps included.
         for layout, operand in self._operands:
             if layout == small and str(tuple(operand.shape)) == shape:
-                return _lying_like(noted, operand)
+                return _with_strides_of(noted, operand)
         known: dict[int, Any] = {0: 0}
         following, small_following = 1, 1
         strides: list[Any] = [0] * noted.dim()
@@ -257,7 +257,7 @@ class _Scale:
                 if small.strides[dim] not in known:
                     return None
                 strides[dim] = known[small.strides[dim]]
-        return _lying(noted, strides)
+        return _with_strides(noted, strides)
 
 
 def _inner_first(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
@@ -277,7 +277,7 @@ def _run_small(target: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> t
 
     with without_modes(), torch.no_grad():
         try:
-            made, named = with_accepted_numbers(target, args, dict(kwargs), real)
+            made, named = fill_operands(target, args, dict(kwargs), real)
             result = run_alone(target, made, named)
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
             # No such kernel, no such device, or small tensors do not suit the operator: nothing is known of it.
@@ -289,17 +289,17 @@ def _run_small(target: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> t
     )
 
 
-def _as_it_lies(noted: torch.Tensor, layout: TensorLayout, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _apply_layout(noted: torch.Tensor, layout: TensorLayout, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The fake tensor ``noted`` with the layout of a real result; ``None`` if it cannot be determined."""
     known = layout_of(noted)
     if known == layout or known.sizes != layout.sizes:
         return noted
     if all(isinstance(size, int) for size in noted.shape):
-        return _lying(noted, layout.strides)
+        return _with_strides(noted, layout.strides)
     shape = str(tuple(noted.shape))
     for operand in operands:
         if operand.layout is torch.strided and str(tuple(operand.shape)) == shape and layout_of(operand) == layout:
-            return _lying_like(noted, operand)
+            return _with_strides_of(noted, operand)
     # Sizes are symbolic: strides are products of them.
     strides: list[Any] = [0] * noted.dim()
     following, reached = 1, 1
@@ -309,14 +309,14 @@ def _as_it_lies(noted: torch.Tensor, layout: TensorLayout, operands: Sequence[to
             return None
         strides[dim] = following
         following, reached = following * noted.shape[dim], reached * layout.sizes[dim]
-    return _lying(noted, strides)
+    return _with_strides(noted, strides)
 
 
-def _lying_like(noted: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
-    return _lying(noted, operand.stride())
+def _with_strides_of(noted: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
+    return _with_strides(noted, operand.stride())
 
 
-def _lying(noted: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
+def _with_strides(noted: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
     if str(noted.stride()) == str(tuple(strides)):  # as text: comparing symbols would add guards
         return noted
     with noted.fake_mode:  # type: ignore[attr-defined]
@@ -328,7 +328,7 @@ def _in_storage(value: torch.Tensor | None, size: int) -> torch.Tensor | None:
     if value is None:
         return None
     more = size - size_hint(value.untyped_storage().nbytes())
-    if more <= 0 or not lies_plainly(value):
+    if more <= 0 or not is_plainly_contiguous(value):
         return value
     # Kernels may allocate more than their result needs: the value gets a storage of that size.
     with value.fake_mode:  # type: ignore[attr-defined]

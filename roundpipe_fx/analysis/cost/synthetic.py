@@ -49,10 +49,10 @@ def synthetic_operands(node: fx.Node, device: torch.device, fill: FillOperand, s
         return torch.ops.aten._neg_view.default(made) if value.is_neg() else made
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("val"))
-    return with_accepted_numbers(node.target, args, kwargs, real)
+    return fill_operands(node.target, args, kwargs, real)
 
 
-def with_accepted_numbers(
+def fill_operands(
     target: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -114,7 +114,7 @@ def run_alone(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     return target(*args, **kwargs)
 
 
-def fits(node: fx.Node, device: torch.device, for_numbers: int = 0) -> bool:
+def has_memory_for(node: fx.Node, device: torch.device, for_numbers: int = 0) -> bool:
     """Return whether there is memory for made-up operands of a node and its results.
 
     Args:

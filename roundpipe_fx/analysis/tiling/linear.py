@@ -73,7 +73,7 @@ _CHOICES = frozenset({aten.where})
 _SCATTERS = frozenset({aten.scatter, aten.scatter_add})
 
 
-def proportional(nodes: Iterable[fx.Node], to: Collection[fx.Node]) -> frozenset[fx.Node] | None:
+def find_proportional(nodes: Iterable[fx.Node], to: Collection[fx.Node]) -> frozenset[fx.Node] | None:
     """The values among those of ``nodes`` that are proportional to others: multiplied by what all of these are.
 
     Args:

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.dimensions import arguments_on_tile, dimensions_of
-from roundpipe_fx.analysis.tiling.linear import proportional
+from roundpipe_fx.analysis.tiling.linear import find_proportional
 from roundpipe_fx.analysis.tiling.rows import (
     Described,
     Rows,
@@ -220,7 +220,7 @@ class _SliceSearch:
         backward = [node for node in ordered if node.meta[Mark.PHASE] is Phase.BACKWARD]
         # The backward puts zeros where rows were left out. Leaving them out is right only if every reader is linear in
         # them.
-        linear = proportional(backward, self.gradients)
+        linear = find_proportional(backward, self.gradients)
         if linear is None or not all(node in linear for node in backward):
             return None
         return RowSlice(

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.tiling.growth import Growth
-from roundpipe_fx.analysis.tiling.linear import proportional
+from roundpipe_fx.analysis.tiling.linear import find_proportional
 from roundpipe_fx.analysis.tiling.rows import Described, Rows, elements
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, is_view
 
@@ -261,7 +261,7 @@ def _scalar(joint: JointGraph, region: TileRegion, tangential: Collection[fx.Nod
     later = _descendants(joint, forward)
     if any(node in later for node in outside) or any(_is_sum(region, source) for source in _read(backward, forward)):
         return None
-    linear = proportional(backward, waiting)
+    linear = find_proportional(backward, waiting)
     results = [node for node in backward if node not in region.whole and any(user not in inside for user in node.users)]
     return waiting[0] if linear is not None and results and all(node in linear for node in results) else None
 

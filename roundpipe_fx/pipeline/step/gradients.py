@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from roundpipe_fx.pipeline.batches.microbatch import SplitTensor
 from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph
-from roundpipe_fx.runtime.incoming_gradients import Like, incoming_gradient
+from roundpipe_fx.runtime.incoming_gradients import ExpectedGradient, incoming_gradient
 from roundpipe_fx.schedules.data_parallel import aligned_bytes
 
 
@@ -205,7 +205,7 @@ def gradients_of_loss(graph: PipelinedGraph, loss: int, primals: Sequence[Any], 
         if position == loss:
             gradients.append(torch.full((), weight, dtype=traced.dtype, device=traced.device))
         else:
-            like = Like.of(primals[graph.main.mutations[position]], traced)
+            like = ExpectedGradient.of(primals[graph.main.mutations[position]], traced)
             on_device = dataclasses.replace(like, device=traced.device)  # an offloaded model's lies on the host
             gradients.append(incoming_gradient(None, on_device, strided))
     return gradients

@@ -62,7 +62,7 @@ from roundpipe_fx.pipeline.step.updating import update_during_step
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.bridge import NothingCompiled, return_results
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
-from roundpipe_fx.runtime.pipeline_run import Finished, joined_spans
+from roundpipe_fx.runtime.pipeline_run import Finished, join_spans
 from roundpipe_fx.runtime.stage_updates import StepUpdates
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import ActionKind
@@ -487,7 +487,7 @@ class Pipeline:
         # Forwards and backwards that are two runs are one step on the timeline: the spans of the second are appended.
         whole = kinds != _BACKWARD or not captured.graphs[0].measured
         before = [] if whole else captured.graphs[0].measured[-1]
-        captured.graphs[0].measured[:] = [joined_spans(before, finished.spans)]
+        captured.graphs[0].measured[:] = [join_spans(before, finished.spans)]
         return finished
 
     def _scheduled(self, captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None) -> Scheduled:

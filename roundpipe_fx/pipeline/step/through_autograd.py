@@ -21,7 +21,7 @@ from roundpipe_fx.pipeline.batches.microbatch import SplitTensor
 from roundpipe_fx.pipeline.capture.captured_calls import CapturedCalls
 from roundpipe_fx.pipeline.step.gradients import concatenate_split_gradients, receivers_of
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning
-from roundpipe_fx.runtime.incoming_gradients import Like, incoming_gradient
+from roundpipe_fx.runtime.incoming_gradients import ExpectedGradient, incoming_gradient
 from roundpipe_fx.runtime.pipeline_run import Finished
 
 
@@ -100,7 +100,7 @@ class _StepFunction:
         self.run = run
         self.values: list[dict[int, Any]] | None = None
         self.versions: list[tuple[torch.Tensor, int]] = []
-        self.likes: list[list[Like]] = []
+        self.likes: list[list[ExpectedGradient]] = []
         self.outputs: list[list[Any]] = []
 
     def forward(self) -> None:
@@ -108,7 +108,10 @@ class _StepFunction:
         self.outputs = finished.outputs
         self.values = finished.values
         self.likes = [
-            [Like.of(of_batch[position], fake) for position, fake in zip(program.tangents, graph.tangents, strict=True)]
+            [
+                ExpectedGradient.of(of_batch[position], fake)
+                for position, fake in zip(program.tangents, graph.tangents, strict=True)
+            ]
             for program, graph, of_batch in zip(
                 self.captured.programs, self.captured.graphs, finished.outputs, strict=True
             )

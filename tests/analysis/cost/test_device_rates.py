@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from roundpipe_fx.analysis.cost import DEVICES, annotate_node, roofline_of, seconds_together
+from roundpipe_fx.analysis.cost import DEVICES, annotate_node, roofline_of, seconds_with_launches
 from roundpipe_fx.analysis.cost.device_rates import ARCHITECTURES, Rate
 from roundpipe_fx.ir.joint_graph import Mark, Phase
 from roundpipe_fx.passes.annotate import annotate
@@ -74,7 +74,7 @@ def test_launches_count_where_the_device_does_not_hide_them(name: str, size: int
     nodes = list(joint.in_phase(Phase.FORWARD))
     assert len(nodes) == 20
     work = sum(node.meta[Mark.SECONDS] for node in nodes)
-    together = seconds_together(nodes, device, eager=True)
+    together = seconds_with_launches(nodes, device, eager=True)
     if name == "H200" and size == 1:
         assert together == pytest.approx(20 * device.launch) and together > work
     else:

@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx.analysis.tiling import linear
-from roundpipe_fx.analysis.tiling.linear import proportional
+from roundpipe_fx.analysis.tiling.linear import find_proportional
 from tests.analysis.dimensions.calls import RealCall, call, node_of
 from tests.analysis.dimensions.sample_sizes import Sizes, mask, real
 from tests.analysis.dimensions.samples import DECOMPOSED, SAMPLES
@@ -121,4 +121,4 @@ def test_values_that_depend_in_two_ways_are_unknown() -> None:
     graph = fx.Graph()
     scalar = graph.placeholder("scalar")
     square = graph.call_function(aten.mul.Tensor, (scalar, scalar))
-    assert proportional([square], [scalar]) is None
+    assert find_proportional([square], [scalar]) is None
