@@ -35,7 +35,7 @@ def redistribute_gradients(module: fx.GraphModule) -> None:
         if isinstance(value, DTensor) and value.requires_grad:
             # An identity whose backward redistributes: inserted behind each distributed parameter.
             with module.graph.inserting_after(node):
-                placed = module.graph.call_function(_place_gradient, (node,))
+                placed = module.graph.call_function(_keep_gradient_placement, (node,))
             placed.meta.update(node.meta)
             node.replace_all_uses_with(placed, lambda user, placed=placed: user is not placed)
             changed = True
@@ -54,7 +54,7 @@ class _PlacedGradient(torch.autograd.Function):
         return gradient.redistribute(placements=ctx.placements)
 
 
-def _place_gradient(value: DTensor) -> torch.Tensor:
+def _keep_gradient_placement(value: DTensor) -> torch.Tensor:
     placed: torch.Tensor = _PlacedGradient.apply(value)
     return placed
 

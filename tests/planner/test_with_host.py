@@ -20,6 +20,7 @@ from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.ir.joint_graph import tensor_values
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.planner.lower import run_common_passes
 from roundpipe_fx.planner.with_host import find_first_fitting, find_host_budget, host_tier_of_step
 from roundpipe_fx.torch_private import offload_operators
 from tests import hugging_face
