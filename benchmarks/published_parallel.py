@@ -40,13 +40,13 @@ class _Run:
         name: model, and how it ran.
         device: name of the device.
         make: makes the model.
-        replicas: how many; they share out parameters if ``sharded``.
+        replicas: how many; parameters are sharded across them if ``sharded``.
         pipeline: groups of devices of each.
         rows: of a replica's batch.
         tokens: of a row.
         microbatches: of a replica's batch.
         seconds: published, of a step.
-        sharded: whether replicas share out parameters.
+        sharded: whether parameters are sharded across replicas.
         stages: into how many the model is cut; ``None``: one for each group.
     """
 

@@ -138,7 +138,7 @@ def parse_budget(budget: Any) -> int | float | None:
     if isinstance(budget, float):
         if not (math.isfinite(budget) and 0 <= budget <= 1):
             raise ValueError(
-                f"memory_budget={budget}: a float is a share, from 0.0 (the least memory that can be "
+                f"memory_budget={budget}: a float is a fraction, from 0.0 (the least memory that can be "
                 "reached) to 1.0 (nothing is recomputed); for bytes give an int or a size like '6GiB'."
             )
         return budget

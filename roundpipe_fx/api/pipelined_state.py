@@ -212,7 +212,7 @@ class StateOverProcesses(PipelinedState):
         return self._processes
 
     def _dynamic(self) -> bool | None:
-        """The user's choice; fixed sizes where ranks share out layers, which PyTorch 2.13 cannot trace for others."""
+        """The user's choice; static sizes with tensor parallelism, as PyTorch 2.13 cannot trace symbolic ones."""
         return False if self.dynamic is None and self._processes.group.parts > 1 else self.dynamic
 
     def _mode(self) -> Local:

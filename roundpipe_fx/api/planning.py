@@ -105,7 +105,7 @@ def plan(
             too, if ``optimizer`` is given. A third size is that of ``"tp"``, the ranks on which the model's DTensors
             are: each device of a pipeline then stands for so many neighbours. A number: of all devices, however they
             are divided.
-        shard: ``"dp"``: replicas share out parameters, gradients and the optimizer's state, as for
+        shard: ``"dp"``: parameters, gradients and the optimizer's state are sharded across replicas, as for
             :func:`roundpipe_fx.compile`. Of a number of devices, ``None`` leaves that to be chosen.
         network: the links of the mesh; ``None``: the usual ones of such devices, eight of them on a node.
         stages: as for :func:`roundpipe_fx.compile`. ``"auto"`` with a number as ``mesh_shape``: one, two, four, … on
@@ -243,7 +243,7 @@ def plan(
 
 
 def _mesh_sizes(mesh_shape: Any, devices: int, offloaded: bool) -> tuple[int, int, int]:
-    """The number of replicas, of the devices of each, and of those that share out each layer.
+    """Split a mesh shape into the numbers of replicas, of devices per replica, and of tensor-parallel ranks.
 
     Raises:
         ValueError: they are not two or three positive numbers, or contradict other options.
@@ -275,7 +275,7 @@ def _check_mesh_alone(mesh_shape: Any, devices: int, offloaded: bool) -> None:
 def _mesh_devices(
     mesh_shape: Any, ranks: int, devices: int, offloaded: bool, options: Options, schedule: str | Schedule | None
 ) -> int:
-    """The number of devices of a mesh of no fixed shape, or of groups of them that share out each layer.
+    """The number of devices of a mesh without a shape, or of its groups of tensor-parallel ranks.
 
     Raises:
         ValueError: it is not positive, or contradicts other options.

@@ -62,7 +62,7 @@ def run_with_replanning(
         learned.stale = True
     if learned.stale:
         learned.renew()
-        log.info("replanning with what steps have shown: %s", learned.assumed)
+        log.info("replanning with the observations of steps: %s", learned.assumed)
         recompile()
     if not budgeted or not torch.is_grad_enabled():
         return run()
@@ -114,7 +114,7 @@ def replan_on_all_ranks(
                 learned.merge(largest)
             if learned.stale:
                 learned.renew()
-                log.info("replanning with what the steps of all ranks have shown: %s", learned.assumed)
+                log.info("replanning with the observations of all ranks' steps: %s", learned.assumed)
                 recompile()
 
 

@@ -147,7 +147,9 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
         help="replicas x devices of each, such as 64x16, or 64x16x8 if groups of eight devices share out the model's "
         "layers; or a number of devices, which are then divided, with the batch of all replicas",
     )
-    parser.add_argument("--shard", choices=["dp"], help="replicas share out parameters, gradients and optimizer state")
+    parser.add_argument(
+        "--shard", choices=["dp"], help="shard parameters, gradients and optimizer state across replicas"
+    )
     parser.add_argument("--schedule", metavar="NAME", help="of the pipeline, or auto: the quickest; default 1f1b")
     _add_optimizer(parser)
 

@@ -49,7 +49,10 @@ def find_offload_candidates(
         none, with a warning, if PyTorch has no operators that copy.
     """
     if offload_operators() is None:
-        log.warning("this version of PyTorch has no operators that copy to the host: what is to be there is not.")
+        log.warning(
+            "this version of PyTorch has no operators that copy to the host: values that were to be offloaded stay on "
+            "the device."
+        )
         return []
     _, held = simulate_calls(forward, backward, joint.gradient_owners, tangents, granularity)
     modules = {module.name: module for module in forward.calls}

@@ -42,13 +42,15 @@ def devices_of(
             raise ValueError(f"{name}={value!r} is not supported with a mesh.")
     # Measured seconds differ by noise, and ranks would cut the model differently.
     if options.cost == "measured":
-        raise ValueError("cost='measured' differs from rank to rank, and all must plan alike: use cost='roofline'.")
+        raise ValueError(
+            "cost='measured' differs from rank to rank, and all ranks need the same plan: use cost='roofline'."
+        )
     device = mesh.device_type
     if device != "cpu":
         device = f"{device}:{torch.accelerator.current_device_index()}"
         if options.memory_budget is None and options.recompute is None and checkpoint is None:
             raise ValueError(
-                "memory_budget=None takes what is free on each rank's device, and all ranks must plan alike: give "
+                "memory_budget=None takes what is free on each rank's device, and all ranks need the same plan: give "
                 "memory_budget=, checkpoint=, or recompute='none' for no limit."
             )
     for name, value in named_tensors(model):
@@ -72,7 +74,7 @@ def check_shard(mesh: DeviceMesh | None, shard: str | None) -> None:
         raise ValueError(f"shard={shard!r}: valid values are {DATA!r} and None.")
     if mesh is None or DATA not in (mesh.mesh_dim_names or ()):
         raise ValueError(
-            f"shard={shard!r} shares out parameters over the replicas of a mesh, and there is no dimension {DATA!r}: "
+            f"shard={shard!r} shards parameters across the replicas of a mesh, and there is no dimension {DATA!r}: "
             f"give mesh=init_device_mesh('cpu', (2,), mesh_dim_names=({DATA!r},))."
         )
 
@@ -81,7 +83,7 @@ def _check_parallel_layers(mesh: DeviceMesh, model: nn.Module, sharded: bool) ->
     """Check a model whose layers are distributed, or not, against the mesh.
 
     Args:
-        sharded: whether replicas share out parameters.
+        sharded: whether parameters are sharded across replicas.
 
     Returns:
         over how many ranks layers are distributed.

@@ -75,7 +75,7 @@ class Ownership:
     Args:
         model: the model. What lies on the meta device is replaced by tensors without memory on ``device``.
         rank: number of this rank.
-        shard_mesh: of the replicas that share out what it owns; ``None``: each has all of it.
+        shard_mesh: of the replicas across which its tensors are sharded; ``None``: each has all of it.
 
     Attributes:
         owners: by identity, the ranks that own a tensor; ``None`` until the model is planned.
@@ -190,7 +190,7 @@ class Ownership:
                 raise ValueError(
                     f"{names.get(id(value), 'a tensor')!r} is updated by stages, and ranks {ranks} have stages "
                     "that read it: begin stages at modules of your choice, stages=[…], so that one has all of them. "
-                    "With schedule='roundpipe' all ranks have it: take another schedule."
+                    "With schedule='roundpipe' all ranks have them: use another schedule."
                 )
 
     def assign_owners(self, readers: Mapping[int, frozenset[int]]) -> None:

@@ -80,7 +80,7 @@ class ProcessPipeline(Local):
 
     Args:
         options: the user's options as a text, which is to be the same on all ranks.
-        shard_mesh: of the replicas that share out parameters; ``None``: each has all of its stages'.
+        shard_mesh: of the replicas across which parameters are sharded; ``None``: each has all of its stages'.
         budgeted: whether the memory of a step has a bound.
 
     Attributes:

@@ -104,7 +104,7 @@ def tensor_parallel_ranks(model: nn.Module) -> int:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(
             "plan() was given a model that fully_shard shards. Give the model without it, and mesh_shape= with "
-            "shard='dp': replicas then share out its parameters."
+            "shard='dp': its parameters are then sharded across replicas."
         )
     sizes = {mesh.size() for mesh in meshes}
     if len(sizes) > 1 or any(mesh.ndim > 1 for mesh in meshes):
@@ -124,15 +124,15 @@ def tensor_parallel_ranks(model: nn.Module) -> int:
 
 
 def check_tensor_parallel(ranks: int, mesh_shape: object, requested: int | None, alone: str) -> None:
-    """Check that what a plan was asked for is for the ranks that share out the model's layers.
+    """Check that the arguments of ``plan`` match the tensor parallelism of the model.
 
     Args:
-        ranks: how many they are.
-        requested: how many the user said; ``None``: nothing was said about it, and no other number of devices is known.
-        alone: an option of the user's that excludes tensor parallelism; empty: there is none.
+        ranks: number of tensor-parallel ranks of the model; 1 without DTensors.
+        requested: number that ``mesh_shape`` names; ``None`` if it names none.
+        alone: an option that excludes tensor parallelism; empty if there is none.
 
     Raises:
-        ValueError: it is not.
+        ValueError: they contradict each other.
     """
     if ranks > 1 and alone:
         raise ValueError(
@@ -143,7 +143,7 @@ def check_tensor_parallel(ranks: int, mesh_shape: object, requested: int | None,
         return
     if ranks == 1:
         raise ValueError(
-            f"mesh_shape={mesh_shape!r}: {requested} devices are to share out each layer, and "
+            f"mesh_shape={mesh_shape!r}: {requested} devices are to hold a shard of each layer, and "
             "no parameter of the model is a DTensor. "
             "Call torch.distributed.tensor.parallel.parallelize_module first. No other process is needed for it: "
             f"torch.distributed.init_process_group('fake', rank=0, world_size={requested})."

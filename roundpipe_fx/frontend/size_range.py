@@ -59,7 +59,7 @@ def lower_for_sizes(
         if isinstance(result, Found):
             break
         refused.append(result)
-        log.info("the budget does not reach for sizes of %s", attempt)
+        log.info("no plan fits the budget for sizes of %s", attempt)
     else:
         return min(refused, key=lambda infeasible: infeasible.minimum)
     for size in sizes:

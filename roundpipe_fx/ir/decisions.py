@@ -147,7 +147,7 @@ class PlannedDivision:
     Attributes:
         pipeline: number of devices of a replica.
         replicas: how many there are.
-        sharded: whether they share out parameters, gradients and the optimizer's state.
+        sharded: whether parameters, gradients and the optimizer's state are sharded across them.
         stages: into how many the model is cut.
         schedule: name of the schedule.
         seconds: modelled seconds of a step; of a division that was not planned, what it takes at the least; ``None``:
@@ -176,7 +176,7 @@ class PlannedMesh:
 
     Attributes:
         replicas: how many pipelines there are, each with a batch of its own.
-        sharded: whether they share out parameters, gradients and the optimizer's state.
+        sharded: whether parameters, gradients and the optimizer's state are sharded across them.
         weight_bytes: for each device of a pipeline, bytes of its parameters and buffers between steps.
         optimizer_bytes: for each device of a pipeline, bytes of the optimizer's state; 0 where it is not known.
         collective_seconds: modelled seconds that the device with most of them gathers and reduces.

@@ -118,7 +118,7 @@ class Pipelining:
         loss_reduction: how the microbatches' losses become the batch's: ``"mean"``, weighed by rows, or ``"sum"``.
         over_processes: whether each device is a process with the parameters of its own stages.
         replicas: how many such pipelines there are, with batches of their own.
-        sharded: whether replicas share out parameters.
+        sharded: whether parameters are sharded across replicas.
         host_budget: bytes that a step may take on the host, in each process; ``None``: a share of what is available
             there, or the memory of an assumed host if the step is planned for elsewhere.
         host_links: how many links to the host the devices share evenly; ``None``: each has one.

@@ -1,6 +1,6 @@
 """Steps: the stage modules of a lowered graph as the steps of a microbatch, with their order, seconds and bytes.
 
-Over processes, parameters that replicas share out have costs of their own.
+Over processes, parameters that are sharded across replicas have their own costs.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def sharded_costs(lowered: Lowered, steps: Steps, replicas: int) -> ShardedCosts
     elements of a floating point type are counted as parameters.
 
     Args:
-        replicas: how many share out each parameter.
+        replicas: number of replicas across which each parameter is sharded.
     """
     updated = set(lowered.updates.values())
     positions = {node: position for position, node in enumerate(lowered.forward.inputs)}

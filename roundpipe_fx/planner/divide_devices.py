@@ -5,12 +5,11 @@ All divisions run the same microbatches, so that one graph is planned and the ba
     1,024 devices, 2,048 microbatches     64 × 16    each of 64 replicas has 16 devices and 32 microbatches
                                          256 × 4     each of 256 replicas has 4 devices and 8 microbatches
 
-A division is a number of replicas, whether they share out parameters, a number of stages and a schedule. Each has a
-bound (:mod:`roundpipe_fx.planner.step_bound`), and the lowest of them an estimate, in whose order they are planned,
-unless their bound is no lower than the shortest step so far. Once none is left, no other division has a shorter step.
-Where this takes more than a few plans of a large model, the search ends without that proof, and the plan says so. Tiles
-are considered where no division fits without, since their sums round differently.
-"""
+A division is a number of replicas, whether parameters are sharded across them, a number of stages and a schedule. Each
+has a bound (:mod:`roundpipe_fx.planner.step_bound`), and the lowest of them an estimate, in whose order they are
+planned, unless their bound is no lower than the shortest step so far. Once none is left, no other division has a
+shorter step. Where this takes more than a few plans of a large model, the search ends without that proof, and the plan
+says so. Tiles are considered where no division fits without, since their sums round differently."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def enumerate_divisions(
         segments: into how many stages the model can be cut at most.
         stages: how many; ``"auto"``: one, two, four, … on each device.
         schedules: names of those to choose from.
-        only_sharded: whether replicas have to share out parameters.
+        only_sharded: whether parameters must be sharded across replicas.
 
     Raises:
         NoDivisionError: there is none.

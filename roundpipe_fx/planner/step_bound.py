@@ -55,7 +55,7 @@ class Division:
     Attributes:
         pipeline: how many devices a replica has.
         replicas: how many replicas there are.
-        sharded: whether they share out parameters.
+        sharded: whether parameters are sharded across them.
         stages: into how many stages the model is cut.
         schedule: name of the schedule.
     """

@@ -179,7 +179,7 @@ def _mesh_lines(pipeline: PlannedPipeline) -> list[str]:
     if any(mesh.optimizer_bytes):
         parts.insert(1, f"optimizer {bytes_text(mesh.optimizer_bytes[largest])}")
     total = mesh.replicas * len(pipeline.devices) * mesh.tensor_parallel
-    share = " that share out parameters" if mesh.sharded else ""
+    share = " with sharded parameters" if mesh.sharded else ""
     groups = f", groups of {mesh.tensor_parallel} devices for tensor parallelism" if mesh.tensor_parallel > 1 else ""
     speed = pipeline.tokens_per_second
     within = ""

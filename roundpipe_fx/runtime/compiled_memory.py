@@ -114,7 +114,9 @@ def _follow_call(
         code = inductor_code(module, examples, DECOMPOSITIONS, donated, dict(options))
         return follow_wrapper(code, inputs, workspaces, storages)
     except Exception as error:  # of code that reads numbers, or has constants
-        log.warning("the memory of %s is not read off Inductor's code: %s: %s", call.name, type(error).__name__, error)
+        log.warning(
+            "the memory of %s cannot be read from Inductor's code: %s: %s", call.name, type(error).__name__, error
+        )
         return None
     finally:
         loops.clear()  # held as long as fake ones are called
@@ -156,7 +158,7 @@ def _write(key: str, followed: FollowedModule | None) -> None:
         write_data(_path(key), {"format": _FORMAT, **versions()}, followed)
         drop_oldest(_path(key).parent, _MOST_FILES)
     except OSError as error:
-        log.warning("what was read off Inductor's code is not kept: %s", error)
+        log.warning("the memory read from Inductor's code is not stored: %s", error)
 
 
 def _path(key: str) -> Any:

@@ -1,12 +1,11 @@
 """Replicas of a pipeline in the simulator: what they reduce and gather, when, and how many bytes it takes.
 
 The gradients of a stage are a *bucket*, reduced as soon as its last microbatch has added to them, beside what the
-device still runs; buckets are started from the last stage to the first. Where replicas share out parameters, a bucket
-is waited for before the next one is started, and what is gathered before which action is worked out in
+device still runs; buckets are started from the last stage to the first. Where parameters are sharded across replicas, a
+bucket is waited for before the next one is started, and what is gathered before which action is worked out in
 :mod:`roundpipe_fx.schedules.sharding`. Small tensors travel as one, since each collective has a latency. This is what
 the runtime does (:mod:`roundpipe_fx.distributed.averaging`, :mod:`roundpipe_fx.distributed.gathering`). All collectives
-of a device run one after another, in the order in which they are started.
-"""
+of a device run one after another, in the order in which they are started."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class DataParallel:
 
     Attributes:
         ring: the same device of all replicas.
-        sharded: whether replicas share out parameters and gradients.
+        sharded: whether parameters and gradients are sharded across replicas.
     """
 
     ring: Ring

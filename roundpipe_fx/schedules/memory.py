@@ -18,8 +18,8 @@ All of it is entered as changes of a level, for each device by position in its o
 
 Values enter at their maker's position + 1, since the maker counts them in its own peak, and leave at their last
 reader's + 1. The moment between forwards and backwards, and the end of the step, at which gradients are gathered, are
-counted separately. Where replicas share out parameters, these are counted while a device has them whole, and whole
-gradients until they are reduced to rows (:mod:`roundpipe_fx.schedules.sharding`).
+counted separately. Where parameters are sharded across replicas, these are counted while a device has them whole, and
+whole gradients until they are reduced to rows (:mod:`roundpipe_fx.schedules.sharding`).
 
 Devices may be faster or slower than simulated, so a received value is counted from the earliest action at which it can
 have arrived: only those actions of the receiver that the sender depends on are certain to be over when the value is

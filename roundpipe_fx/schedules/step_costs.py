@@ -75,7 +75,7 @@ class StepCosts:
         gradients_everywhere: whether each device gets all gradients at the end of a step, not only its own.
         outputs_everywhere: whether each device gets the outputs of all, and the loss outside is computed on each.
         transport_bytes: bytes that each device holds of messages in any case, where devices are processes.
-        sharded: costs of the parameters that replicas of a device share out; ``None``: they do not.
+        sharded: costs of the parameters that are sharded across replicas; ``None``: they do not.
         network: the links between the devices of many nodes, by which results are sent in place of
             ``transfer_seconds``; ``None``: all devices are connected alike.
         data_parallel: replicas of the pipeline; ``None``: there are none.

@@ -371,7 +371,7 @@ def test_sharded_parameters_are_planned_within_a_budget() -> None:
     whole, sharded = roundpipe_fx.plan(model, x, **common), roundpipe_fx.plan(model, x, shard="dp", **common)
     assert whole.pipeline.mesh.weight_bytes == (8 * size,) and sharded.pipeline.mesh.weight_bytes == (size,)
     assert sharded.pipeline.device_bytes[0] < 0.6 * whole.pipeline.device_bytes[0]
-    assert "8 replicas that share out parameters" in str(sharded)
+    assert "8 replicas with sharded parameters" in str(sharded)
 
 
 class _WithLoss(torch.nn.Module):

@@ -70,7 +70,7 @@ def check_dispatch(_rank: int, folder: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(compiled(**inputs).logits, plain(**inputs).logits, rtol=1e-5, atol=1e-6)
     normed, batch = make("net")
-    with pytest.raises(ValueError, match="With schedule='roundpipe' all ranks have it: take another schedule"):
+    with pytest.raises(ValueError, match="With schedule='roundpipe' all ranks have them: use another schedule"):
         roundpipe_fx.compile(normed, mesh=_mesh(), num_microbatches=2, schedule="roundpipe").trace(**batch)
 
 

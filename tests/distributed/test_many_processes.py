@@ -231,7 +231,7 @@ def check_refusals(_rank: int, _folder: str) -> None:
     model, batch = make("net")
     for options, text in (
         ({"devices": ["cpu"]}, "devices="),
-        ({"cost": "measured"}, "all must plan alike"),
+        ({"cost": "measured"}, "all ranks need the same plan"),
         ({"deferred_batch_norm": True}, "deferred_batch_norm=True"),
         ({"host_links": 2}, "host_links=2 is not supported with a mesh"),
         ({"mesh": init_device_mesh("cpu", (2,))}, "no dimension 'pp'"),

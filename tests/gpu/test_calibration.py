@@ -95,7 +95,7 @@ def test_less_memory_than_it_takes_is_said_in_the_log(
     monkeypatch.setattr(calibration, "_BYTES", 1 << 60)
     with caplog.at_level(logging.WARNING):
         assert _modelled() == roofline_of(DEVICE)
-    assert "rates of the table are taken" in caplog.text and "are free" in caplog.text
+    assert "the table's rates are used" in caplog.text and "are free" in caplog.text
     assert not list(folder.iterdir())
 
 

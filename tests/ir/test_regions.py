@@ -72,7 +72,7 @@ def test_outside_compilation_a_region_does_nothing_but_check_its_budget() -> Non
     expected = model(x)
     model.budget = 0.9
     assert torch.equal(model(x), expected)
-    with pytest.raises(ValueError, match="a float is a share"), roundpipe_fx.memory_budget(1.5):
+    with pytest.raises(ValueError, match="a float is a fraction"), roundpipe_fx.memory_budget(1.5):
         pass
     with pytest.raises(KeyError), roundpipe_fx.memory_budget(0.5):
         raise KeyError  # an exception passes through

@@ -149,7 +149,7 @@ def _measured(path: Path, device: torch.device) -> Mapping[str, float] | None:
     if torch.cuda.memory_reserved(device) > reserved:
         torch.cuda.empty_cache()
     if rates is None:
-        log.warning("%s is not calibrated, so rates of the table are taken: %s", device, failure)
+        log.warning("%s is not calibrated, so the table's rates are used: %s", device, failure)
         return None
     try:
         write_data(path, _header(device), rates)

@@ -1,4 +1,4 @@
-"""Operand rules: the operators that may be run on made-up operands, with the operands that are not just any numbers.
+"""Operand rules: the operators that may be run on synthetic operands, with the operands that are not just any numbers.
 
 What is not named here is not run: not to see how results lie, not to measure a workspace, not to take its time. The
 graph's record of the layout is kept then, and the workspace is learned in the first step. So it is with assertions
@@ -186,7 +186,7 @@ _NO_RULE: Mapping[str, OperandKind] = {}
 
 @functools.cache
 def kinds_of_operator(target: Any) -> Mapping[str, OperandKind] | None:
-    """The operands of an operator that must be of a kind, by name; ``None``: it must not be run on made-up operands."""
+    """The operands of an operator that need certain numbers, by name; ``None``: synthetic operands are not allowed."""
     if target in SUMMING:
         return _NO_RULE
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
@@ -226,7 +226,7 @@ def arguments_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def kinds_of_call(target: Any, arguments: Mapping[str, Any]) -> Mapping[str, OperandKind] | None:
-    """The operands of a call that must be of a kind, by name; ``None``: it must not be run on made-up operands.
+    """The operands of a call that must be of a kind, by name; ``None``: it must not be run on synthetic operands.
 
     Args:
         target: an operator.
@@ -240,7 +240,7 @@ def kinds_of_call(target: Any, arguments: Mapping[str, Any]) -> Mapping[str, Ope
 
 
 def may_run_alone(node: fx.Node) -> bool:
-    """Return whether a node's operator may be run on made-up operands like its own: the one place that decides it."""
+    """Return whether a node's operator may be run on synthetic operands like its own: the one place that decides it."""
     return kinds_of_call(node.target, arguments_of_node(node)) is not None
 
 

@@ -83,7 +83,7 @@ def probe_alone(node: fx.Node, device: torch.device, single: bool = False) -> Pr
         single: whether its operands have one element.
 
     Returns:
-        ``None`` if the operator must not be run on made-up operands, does not accept these, or has no memory for them.
+        ``None`` if the operator must not run on synthetic operands, does not accept these, or has no memory for them.
     """
     key = _key_of(node, device, single)
     # Held for the look at the table alone: a trial takes up to seconds, and two threads may make it twice.
@@ -93,12 +93,12 @@ def probe_alone(node: fx.Node, device: torch.device, single: bool = False) -> Pr
             return _probed[key]
     # Not cached: with more memory free the next call tries it.
     if not single and not has_memory_for(node, device, _BYTES_OF_NUMBERS if _depends_on_numbers(node) else 0):
-        log.info("%s is not tried: %s has no memory for its operands and results", node.target, device)
+        log.info("%s is not probed: %s has no memory for its operands and results", node.target, device)
         return None
     try:
         probe = _run(node, device, single)
     except torch.OutOfMemoryError as error:
-        log.info("%s is not tried: %s", node.target, error)
+        log.info("%s is not probed: %s", node.target, error)
         return None
     with _probing:
         # A table that is full starts again: trials are kept on disk.
@@ -169,7 +169,7 @@ def _read_probes(device: torch.device) -> None:
     except FileNotFoundError:
         return
     except (OSError, ValueError, TypeError) as error:
-        log.info("the file of trials %s is ignored: %s", path, error)
+        log.info("the file of probes %s is ignored: %s", path, error)
         return
     for key, probe in probes.items():
         # What this process has tried goes before what the file says.
@@ -186,7 +186,7 @@ def write_probes(device: torch.device) -> None:
     try:
         write_data(_path(device), _header(device), known)
     except OSError as error:
-        log.warning("trials are not stored: %s", error)
+        log.warning("probes are not stored: %s", error)
 
 
 def _key_from(key: Any) -> tuple[Any, ...]:
@@ -290,7 +290,7 @@ def _run_on(
         raise
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
         # Not every operator accepts made-up operands.
-        log.info("%s cannot be tried alone: %s", node.target, error)
+        log.info("%s cannot be probed alone: %s", node.target, error)
         return None
     finally:
         restore()

@@ -281,7 +281,7 @@ def _run_small(target: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> t
             result = run_alone(target, made, named)
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
             # No such kernel, no such device, or small tensors do not suit the operator: nothing is known of it.
-            log.info("the layout of what %s returns cannot be tried: %s", target, error)
+            log.info("the layout of the result of %s cannot be probed: %s", target, error)
             return None
     return tuple(
         TensorLayout(tuple(leaf.shape), tuple(leaf.stride())) if isinstance(leaf, torch.Tensor) else None

@@ -23,7 +23,7 @@ _SMALL = 2**24
 
 
 class UnsafeOperandsError(ValueError):
-    """An operator was about to run on made-up operands that might end the process."""
+    """An operator was about to run on synthetic operands that might end the process."""
 
 
 def synthetic_operands(node: fx.Node, device: torch.device, fill: FillOperand, single: bool = False) -> tuple[Any, Any]:
@@ -36,7 +36,7 @@ def synthetic_operands(node: fx.Node, device: torch.device, fill: FillOperand, s
         single: whether tensors have one element.
 
     Raises:
-        UnsafeOperandsError: the operator must not be run on made-up operands.
+        UnsafeOperandsError: the operator must not be run on synthetic operands.
     """
 
     def real(value: torch.Tensor, kind: OperandKind | None) -> torch.Tensor:
@@ -67,12 +67,12 @@ def fill_operands(
         real: makes a filled tensor for such an object.
 
     Raises:
-        UnsafeOperandsError: there are no such numbers, or the operator must not be run on made-up operands.
+        UnsafeOperandsError: there are no such numbers, or the operator must not be run on synthetic operands.
     """
     arguments = arguments_of(target, args, kwargs)
     kinds = kinds_of_call(target, arguments)
     if kinds is None:
-        raise UnsafeOperandsError(f"{target} does not run safely on made-up operands like these")
+        raise UnsafeOperandsError(f"{target} does not run safely on synthetic operands like these")
     made = {}
     for name, value in arguments.items():
         kind = kinds.get(name)
@@ -110,7 +110,7 @@ def run_alone(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         UnsafeOperandsError: the operator must not be run so.
     """
     if kinds_of_operator(target) is None:
-        raise UnsafeOperandsError(f"{target} is not among the operators that run on made-up operands")
+        raise UnsafeOperandsError(f"{target} is not among the operators that run on synthetic operands")
     return target(*args, **kwargs)
 
 

@@ -94,7 +94,7 @@ def workspaces_of(
         if is_functional_collective(node.target):
             workspaces[node] += copied_bytes(node)
         elif depends_on_data(node):
-            # What steps have shown, since such an operator is not run on made-up operands.
+            # What steps have shown, since such an operator is not run on synthetic operands.
             workspaces[node] += learned.get(learned_name(node), 0)
         elif may_have_workspace(node, device) and not (fused and _is_pointwise(node)):
             # Fused pointwise operations are one kernel without temporaries. Equal calls are measured once.

@@ -259,7 +259,7 @@ def test_what_is_not_named_is_learned_in_the_first_step(monkeypatch: pytest.Monk
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The operators that are run on made-up operands."""
+    """The operators that are run on synthetic operands."""
     found: list[Any] = []
     run = synthetic.run_alone
 
