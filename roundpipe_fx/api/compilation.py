@@ -253,7 +253,7 @@ class _OnOneDevice(_Compilation):
         return learned.memory.explained(run, phase, lambda: planned_memory(self.plan, share), begins)
 
     def _correct(self, lowered: Lowered) -> None:
-        """Tell of a plan anew, whose programs have turned out to need something else."""
+        """Report a corrected plan, after a step has shown that its programs need other bytes."""
         self._tell(functools.partial(with_dropped_outputs, self.plan), lowered)
 
     def _incoming(self) -> list[fx.Node] | None:

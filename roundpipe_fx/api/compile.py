@@ -100,9 +100,9 @@ def compile(
             of the schedule, and has the parameters of its own stages only. Every rank must be given the same model,
             options and batches. Along a dimension ``"dp"`` there are replicas of the pipeline, each with its own
             batches, which average gradients. See docs/many-processes.md.
-        shard: ``"dp"``: replicas along ``mesh``'s dimension of that name share out parameters, gradients and the
-            optimizer's state, as ``DTensor`` objects (ZeRO-3). Stages get their parameters gathered while they run.
-            ``None``: each replica has all of them.
+        shard: ``"dp"``: parameters, gradients and the optimizer's state are sharded across the replicas along
+            ``mesh``'s dimension of that name, as ``DTensor`` objects (ZeRO-3). A stage's parameters are gathered while
+            it runs. ``None``: each replica has all of them.
         num_microbatches: into how many microbatches a batch is split; twice the number of devices by default.
         schedule: ``"gpipe"``, ``"1f1b"`` (the default), ``"interleaved"``, ``"zero_bubble"``, ``"zbv"``,
             ``"dualpipev"``, ``"roundpipe"`` (the default if the model is on the CPU and the devices are GPUs), another

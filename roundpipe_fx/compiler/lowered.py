@@ -117,7 +117,7 @@ class Lowered:
         return frozenset(position for position, node in enumerate(self.forward.inputs) if node in self.joint.parameters)
 
     def judge_by(self, follow: Follow) -> Lowered:
-        """The same, whose peak is that of the code that the stages' compiler writes."""
+        """Return a copy whose peak is that of the code that the stage compiler writes."""
         return dataclasses.replace(self, follow=follow if self.runs_in_order else without_donation(follow))
 
     @functools.cached_property
@@ -178,7 +178,7 @@ def follow_programs(
 
 
 def without_donation(follow: Follow) -> Follow:
-    """The same where no input of a stage is written over."""
+    """Wrap a follower so that stages overwrite no input."""
 
     def followed(call: StageModule, storages: Sequence[Sequence[int]], dying: Collection[int]) -> FollowedModule | None:
         return follow(call, storages, ())

@@ -30,7 +30,7 @@ def measured_seconds(spans: Iterable[Iterable[Span]]) -> dict[StageAction, float
 
 
 def replace_by_measured(costs: StepCosts, spans: Iterable[Iterable[Span]]) -> StepCosts:
-    """The same costs with measured seconds, where a step has some.
+    """Replace modelled seconds by measured ones, for the stage actions that a step has measured.
 
     Args:
         spans: of the step, for each device.

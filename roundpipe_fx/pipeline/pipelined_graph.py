@@ -61,7 +61,7 @@ class PipelinedGraph:
 
 
 def count_optimizer(plan: D, pipelining: Pipelining) -> D:
-    """A plan that was made before the optimizer was known; it is counted now.
+    """Add the optimizer's host memory to a plan that was made before the optimizer was known.
 
     Args:
         pipelining: the user's, with the optimizer.
@@ -256,7 +256,7 @@ class _Compiled:
         self.call = self._compile(module)
 
     def elsewhere(self, device: torch.device) -> Boxed:
-        """The same on another device."""
+        """Compile the module for another device, once."""
         # Inductor's caches and global settings are not safe between threads, and every worker may ask.
         with COMPILING:
             if device not in self._elsewhere:

@@ -197,7 +197,7 @@ class _DivisionSearch:
             self.best, self._chosen = (timing.makespan, pipeline), division
 
     def considered_divisions(self) -> tuple[PlannedDivision, ...]:
-        """For each number of replicas, sharded or not, the division that is told of."""
+        """The best known division for each number of replicas, sharded or not, as the plan reports it."""
         # One row per shape of the mesh: the chosen one, or the best of its kind.
         groups: dict[tuple[int, bool], list[Division]] = {}
         for division in self._bounds:
@@ -212,7 +212,7 @@ class _DivisionSearch:
         return True, math.inf if refused else self._refined_seconds(division), self._bounds[division].bytes, division
 
     def _refined_seconds(self, division: Division) -> float:
-        """As :meth:`_least`, by simulation where that may rule a division out."""
+        """The lower bound of a step, raised by simulation if that may rule the division out."""
         least = self._least_seconds(division)
         if self.tiles or self.best is None or least >= self.best[0]:
             return least

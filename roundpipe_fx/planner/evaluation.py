@@ -115,8 +115,7 @@ def with_timing(evaluation: ScheduleEvaluation, plan: LoweredPipeline, timing: T
 
 
 def find_quickest(evaluations: Iterable[E], limit: int) -> E | None:
-    """The evaluation with the shortest step within a limit; of equal ones, that which recomputes least, then that which
-    needs least.
+    """Find the evaluation with the shortest step within a limit; ties go to less recomputation, then to fewer bytes.
 
     Args:
         limit: bytes of a device.

@@ -83,7 +83,7 @@ def _fill(
 
 
 def _makespan_if_early(attempt: ScheduleEvaluation, choices: EarlyChoices, microbatches: int) -> float:
-    """The makespan if each stage ran everything that may be early in its recompute module, regardless of memory."""
+    """Simulate the makespan with everything early that may be, regardless of memory."""
     assert isinstance(attempt.candidate.saved, Chosen)
     steps = [step for _, block in attempt.candidate.saved.candidate.schedule.backward for step in block]
     main = attempt.emitted.main

@@ -173,8 +173,10 @@ def plan_schedule(
 def _keep_fitting_host(
     attempts: Sequence[ScheduleEvaluation], pipelining: Pipelining, budget: int | None
 ) -> list[ScheduleEvaluation]:
-    """The attempts whose values have room on the host. An offloaded model's weights need it in any case: what they have
-    with their values is compared in :func:`_require_host_memory`."""
+    """Keep the attempts whose offloaded values fit the host budget.
+
+    The weights of an offloaded model need host memory in any case; :func:`_require_host_memory` compares the sum.
+    """
     if pipelining.offloaded or budget is None:
         return list(attempts)
     return [
@@ -188,7 +190,7 @@ def _keep_fitting_host(
 def _require_host_memory(
     fitting: Sequence[ScheduleEvaluation], pipelining: Pipelining, budget: int | None
 ) -> list[ScheduleEvaluation]:
-    """The attempts that the host has the memory for; if there is none, the one that needs least of it."""
+    """Keep the attempts that fit the host memory; if none does, the one that needs least of it."""
     needed = [host_memory_of(attempt.emitted, attempt.timing, pipelining).total for attempt in fitting]
     if budget is None or not fitting:
         return list(fitting)
@@ -197,7 +199,7 @@ def _require_host_memory(
 
 
 def _bytes_with_all_gathered(attempt: ScheduleEvaluation) -> int:
-    """Bytes of the device that needs most if sharded parameters are never dropped before their last reader."""
+    """Bytes of the fullest device if sharded parameters stay gathered until their last reader."""
     costs, timing = attempt.emitted.main.costs, attempt.timing
     kept = gaps(timing.schedule, costs)
     if not kept:
@@ -309,7 +311,7 @@ class _Levels:
         self._known = {(0,) * self._devices: first}
 
     def alike(self, last: int, limit: int) -> int | None:
-        """The least level up to ``last`` with which every device fits if all have it; ``None``: there is none."""
+        """Find the least common level up to ``last`` at which every device fits; ``None`` if there is none."""
         # Peaks fall as levels rise. Invariant: everything below `low` exceeds the limit; `high` fits, or is the last.
         low, high = 0, last
         while low < high:
@@ -321,7 +323,7 @@ class _Levels:
         return low if self.evaluate_level(low).peak <= limit else None
 
     def lower_each_device(self, level: int, limit: int) -> None:
-        """Try for each device the least level with which it fits, up to ``level``."""
+        """Lower the level of one device after another, from ``level``, as far as it still fits."""
         # One bisection per device, all at once: a device's peak depends on its own level, mostly.
         low, high = [0] * self._devices, [level] * self._devices
         while low != high:

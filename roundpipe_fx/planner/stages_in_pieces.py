@@ -46,7 +46,7 @@ def can_divide_stages(setting: Setting, pipelining: Pipelining, spec: ScheduleSp
 
 
 def find_piece_starts(cuts: Sequence[StageCut]) -> list[int]:
-    """The first segments of the pieces of some stages, of which each has as many."""
+    """Find the first segment of each piece, so that all stages have the same number of pieces."""
     sizes = [cut.last - cut.first + 1 for cut in cuts]
     count = max(min(min(sizes), _MOST // len(cuts)), 1)
     return [cut.first + piece * size // count for cut, size in zip(cuts, sizes, strict=True) for piece in range(count)]

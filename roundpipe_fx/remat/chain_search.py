@@ -147,14 +147,14 @@ def refine(blocks: Blocks, result: SearchResult, limit: int) -> list[SimulatedSc
 
 
 def save_most(blocks: Blocks, save_options: list[list[SaveOption]]) -> SimulatedSchedule:
-    """The candidate that recomputes as little as the budgets of regions allow."""
+    """Make the candidate that saves as much as the budgets of regions allow."""
     graph = blocks.graph
     kept = {storage for options in save_options for storage in options[0].saved}
     return make_schedule_of_choice(blocks, RematChoice(frozenset(kept | graph.live_across)))
 
 
 def make_schedule_of_choice(blocks: Blocks, choice: RematChoice) -> SimulatedSchedule:
-    """The schedule of a choice. Storages that it would save but must not are recomputed with their checkpoint."""
+    """Make the schedule of a choice; storages that must not be saved are recomputed with their checkpoint."""
     schedule = planned_schedule(blocks, _apply_region_budgets(blocks.graph, choice))
     return SimulatedSchedule(schedule, simulate(blocks.graph, schedule))
 

@@ -107,7 +107,7 @@ def fit_sequence(
 
 
 def more_than_needed(chain: Chain) -> int:
-    """More bytes than any sequence of a chain can need."""
+    """Bytes that no sequence of a chain can exceed."""
     return 2 * sum((*chain.boundary, *chain.saved, *chain.forward_temporary, *chain.backward_temporary)) + 1
 
 
@@ -137,7 +137,7 @@ def _choice(graph: OperationGraph, save_options: list[SaveOption], sequence: Seq
 
 
 def as_in_eager_autograd(graph: OperationGraph) -> OperationGraph:
-    """The graph without what eager autograd does not do: writing over operands, drawing only a dropout's mask."""
+    """Return the graph as eager autograd runs it: no results over operands, no dropout mask drawn by itself."""
     plain = {operation: replace(operation, inplace_candidates=()) for operation in graph.forward}
 
     def recipe(old: RecomputeRecipe) -> RecomputeRecipe:

@@ -125,7 +125,7 @@ class _OutgoingLink:
         self._free = 0.0
 
     def is_in_time(self, offload: Offload) -> bool:
-        """Return whether the device would not wait for the copy of a value behind those that were sent so far."""
+        """Return whether the copy of a value, after those sent so far, ends before the device waits for it."""
         return self._copied(offload) <= self._starts[offload.freed]
 
     def send(self, offload: Offload) -> None:

@@ -69,7 +69,7 @@ class ScheduleSpec:
             )
 
     def orders_as(self, other: ScheduleSpec, devices: int, microbatches: int) -> bool:
-        """Compare the order of its actions with that of another schedule: on one device, say, many are alike.
+        """Return whether another schedule has the same order of actions; on one device, many do.
 
         A backward that is split is another order unless there is a single device, which waits for none.
 

@@ -138,8 +138,7 @@ def schedule_run(captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None) 
 
 
 def find_unreachable_read(instructions: Sequence[Sequence[Instruction]]) -> Action | None:
-    """An action of the backward that reads what only another device has when all forwards are done; ``None``: there is
-    none.
+    """Find a backward action that reads a value which only another device holds after all forwards; else ``None``.
 
     Args:
         instructions: of each device, for a whole step.
