@@ -146,5 +146,5 @@ def test_code_that_cannot_be_followed_is_counted_by_its_operations(
     monkeypatch.setenv("ROUNDPIPE_FX_PLAN_CACHE", "0")
     with caplog.at_level("INFO", logger="roundpipe_fx"):
         plan = roundpipe_fx.compile(Blocks(), memory_budget=1.0, stage_compiler="inductor").trace(torch.randn(64, 64))
-    assert "not read off Inductor's code: NotImplementedError: no code" in caplog.text
+    assert "cannot be read from Inductor's code: NotImplementedError: no code" in caplog.text
     assert "buffer of stage_" not in str(plan)
