@@ -200,7 +200,7 @@ def _gather_setting(
         network: the links between all ranks, for which one plan is made; ``None``: each process plans for itself.
     """
     device = options.device or device_of(joint)
-    may_recompute = options.recompute == "full" or asked_budget(joint, options, device) is not None
+    may_recompute = options.recompute == "full" or requested_budget(joint, options, device) is not None
     context = PassContext(
         options=options,
         device=device,
