@@ -43,8 +43,8 @@ _PARTS = (
         "Memory and recomputation",
         "benchmarks.frontier",
         "Eight models at eleven budgets each, beside eager, `torch.utils.checkpoint` per block, `torch.compile`'s "
-        "`activation_memory_budget` and rotor's optimum. Peaks are measured; recomputation is in modelled seconds; "
-        "steps are timed in pairs.",
+        "`activation_memory_budget` and rotor's optimum. Peaks are measured; recomputation is in seconds modelled with "
+        "the table of the CPU; steps are timed in pairs.",
         (
             ("frontier.png", "Measured peaks against modelled recomputation, eight models beside their peers"),
             ("lowest_peaks.svg", "The lowest peak of each way to train a model, as a share of eager's"),
@@ -125,8 +125,17 @@ _PARTS = (
         "Many stages",
         "benchmarks.stage_overhead",
         "A decoder of 12 layers, at batch 1 and so small that only what the host does takes time, with a stage a "
-        "layer, beside the same step in one piece. Programs call stages line by line, without a loop. Inductor's "
-        "stages write to memory what the next one reads, so they have more kernels and buffers than the whole.",
+        "layer, beside the same step in one piece. Programs call stages line by line, without a loop.",
+    ),
+    _Part(
+        "stage_calls",
+        "Calls of many stages",
+        "benchmarks.stage_overhead",
+        "Calls of Inductor's code in the same step, counted. Stages have more kernels, buffers and views than one "
+        "piece: each writes to memory what the next one reads, none reuses a buffer of another, and backward stages "
+        "repeat operations that the forward did not save. Buffers, views and checks are timed alone: *of the step* is "
+        "what the additional ones take, as a part of the step in one piece. Between two stages two Python functions of "
+        "ours run.",
     ),
     _Part(
         "before",
@@ -227,7 +236,8 @@ _PARTS = (
         "benchmarks.published_parallel",
         "Planned, not run, with layers shared out by eight devices: replicas × groups "
         "in a pipeline × 8. Llama are torchtitan's runs on H100s, tables 4 and 5 of the page above, with float8, "
-        "where plans are for bfloat16; the microbatches of 405B are the default of that time. GPT are Megatron's "
+        "whose products are faster than those of bfloat16, for which the plans are; the microbatches of 405B are the "
+        "default of that time. GPT are Megatron's "
         "on A100s: https://arxiv.org/abs/2205.05198, with sequence parallelism and selective recomputation; where "
         "all is recomputed, https://arxiv.org/abs/2104.04473, table 1, with seconds by the paper's count of "
         "operations and microbatches of one row. Nothing was fitted. Communication of tensor parallelism is not "
