@@ -314,7 +314,8 @@ _PARTS = (
         "Planned, not run: one sequence, bfloat16, forward and backward, models that return only their loss, within "
         "90 % of the device's memory without weights that are there, with tiles wherever they pay. The "
         "ratio is a step over its own operations run once, attention included, with nothing recomputed and nothing "
-        "waited for, which is the bound. What binds is what a shorter step would need more of.",
+        "waited for, which is the bound. What binds is what a shorter step would need more of. Where a step does not "
+        "fit, the peak is the least that was found.",
     ),
     _Part(
         "published_kernels",
