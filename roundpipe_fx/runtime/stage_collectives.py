@@ -33,7 +33,7 @@ Collective = Callable[[], None]
 
 
 class _Progress(threading.local):
-    count_started = 0
+    started = 0
     voting = False
 
 

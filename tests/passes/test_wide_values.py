@@ -207,8 +207,9 @@ def test_tiles_make_only_the_rows_of_a_mask_that_they_read(monkeypatch: pytest.M
         compiled(**inputs).loss.backward()
     assert peak.bytes <= least
     monkeypatch.setenv("ROUNDPIPE_FX_DISABLE", "wide_values")
-    numbers, booleans = 4 * 2 * 256 * 256, 2 * 256 * 256
-    assert least < least_budget() - numbers - booleans
+    torch._dynamo.reset()
+    numbers = 4 * 2 * 256 * 256
+    assert least < least_budget() - numbers
 
 
 @pytest.mark.long
