@@ -123,7 +123,8 @@ def lower(
             if marks is not None:
                 file.write(_make_cached_plan(lowered, marks))
     else:
-        if options.recompute != "full":
+        # Copies to the host that the user asks for begin and end between stages.
+        if options.recompute != "full" and not is_host_requested(joint, setting.device.type):
             setting = with_fewest_stages(setting)
         joint = setting.run(cut_graph(joint, setting), PassLevel.STAGED)
         lowered = (
