@@ -91,11 +91,12 @@ def host_budget_for(weights: int, pipelining: Pipelining) -> int:
     return int(_SHARE * psutil.virtual_memory().available) + weights + pipelining.optimizer.allocated
 
 
-def check_host_memory(needed: HostMemory, budget: int) -> None:
+def check_host_memory(needed: HostMemory, budget: int, assumed: bool = False) -> None:
     """Refuse a step that needs more than a budget on the host.
 
     Args:
         budget: bytes.
+        assumed: whether they are those of a host that nobody has named.
 
     Raises:
         HostMemoryError: it is more.
@@ -110,10 +111,12 @@ def check_host_memory(needed: HostMemory, budget: int) -> None:
     )
     parts = [f"{bytes_text(size)} for {name}" for size, name in named if size]
     listed = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+    limit = f"{budget} bytes ({bytes_text(budget)})"
+    has = f"the host is assumed to have {limit}" if assumed else f"the host_budget is {limit}"
     less = "a larger memory_budget, so that fewer values leave, " if needed.values else ""
     raise HostMemoryError(
         f"a step needs {needed.total} bytes ({bytes_text(needed.total)}) of memory on the host: "
-        f"{listed}; the host_budget is {budget} bytes ({bytes_text(budget)}). Give "
+        f"{listed}; {has}. Give "
         f"{less}a smaller batch, or a host_budget of at least that if the host has it.",
         needed.total,
     )

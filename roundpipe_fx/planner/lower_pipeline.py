@@ -147,7 +147,8 @@ def lower_pipeline(
         setting.costs.save()
     best, timing = result.value.emitted, result.value.timing
     if pipelining.offloaded:
-        check_host_memory(host_memory_of(best, timing, pipelining), host_budget_of(best, pipelining))
+        assumed = pipelining.elsewhere and pipelining.host_budget is None
+        check_host_memory(host_memory_of(best, timing, pipelining), host_budget_of(best, pipelining), assumed)
     return Found(best)
 
 

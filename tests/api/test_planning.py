@@ -307,7 +307,7 @@ def test_the_host_of_another_machine_is_assumed_to_have_128_gib() -> None:
     plan = planned(8)
     assert plan.host_bytes == 64 << 30 and "assumed: a host with 128.0 GiB of memory" in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
-    with pytest.raises(roundpipe_fx.HostMemoryError, match=r"160.0 GiB.*the host_budget is .* \(128.0 GiB\)"):
+    with pytest.raises(roundpipe_fx.HostMemoryError, match=r"160.0 GiB.*the host is assumed to have .* \(128.0 GiB\)"):
         planned(20)
     asked = planned(20, host_budget="160GiB")
     assert asked.host_bytes == 160 << 30 and "assumed: a host" not in str(asked)
