@@ -88,8 +88,7 @@ _PARTS = (
         "Peak of the resident set above that before the step (in brackets what was planned), processor seconds of a "
         "step, and of the first one, which compiles, beside `torch.compile` with and without "
         "`activation_memory_budget`. The number is the budget; *as 0.5* has as many bytes for its budget as "
-        "`torch.compile` was measured to need with 0.5. Rows without seconds of the first step are of an earlier "
-        "version.",
+        "`torch.compile` was measured to need with 0.5. Empty cells were not measured.",
     ),
     _Part(
         "budget_curve",

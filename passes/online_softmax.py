@@ -265,8 +265,9 @@ class _OnlineWriter:
         """The gradient at the label of each row, as a column, and a mask of the scores of other classes."""
         if part.node.target.overloadpacket is aten.scatter_add:  # type: ignore[union-attr]
             index, column = part.node.args[2:]
-            *_, others = self._label(before, index, None)  # type: ignore[arg-type]
-            return self._multiply(before, self._as_column(before, column), part.factor), others  # type: ignore[arg-type]
+            assert isinstance(index, fx.Node) and isinstance(column, fx.Node)
+            *_, others = self._label(before, index, None)
+            return self._multiply(before, self._as_column(before, column), part.factor), others
         gradient, _, labels, weight, reduction, ignored, total = part.node.args
         assert isinstance(gradient, fx.Node) and isinstance(labels, fx.Node)
         label, is_ignored, others = self._label(before, labels, ignored)

@@ -73,8 +73,8 @@ def _is_written_simply(condition: Affine) -> bool:
     return not any(across) and (row, column) in {(0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1)}
 
 
-def _write(call: fx.Node, conditions: list[Affine], mask: torch.Tensor, operands: Mapping[str, Any]) -> fx.Node:
-    insert = functools.partial(_insert, call, mask.fake_mode)  # type: ignore[attr-defined]
+def _write(call: fx.Node, conditions: list[Affine], mask: Any, operands: Mapping[str, Any]) -> fx.Node:
+    insert = functools.partial(_insert, call, mask.fake_mode)
     dims = mask.dim()
     indices: list[Any] = []
     for dim, name in ((-2, "query"), (-1, "key")):
@@ -96,14 +96,14 @@ def _write(call: fx.Node, conditions: list[Affine], mask: torch.Tensor, operands
 
 def _insert(call: fx.Node, fake_mode: Any, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
     """Insert an operation before a call, with its example value and the call's origin."""
-    with call.graph.inserting_before(call):
-        insert = call.graph.call_method if isinstance(target, str) else call.graph.call_function
-        node = insert(target, args, kwargs)  # type: ignore[arg-type]
-    node.meta = {key: value for key, value in call.meta.items() if key in ("stack_trace", "nn_module_stack")}
     examples = fx.map_arg(args, lambda operand: operand.meta["example_value"])
-    with fake_mode:
+    with call.graph.inserting_before(call), fake_mode:
         if isinstance(target, str):
-            node.meta["example_value"] = getattr(examples[0], target)(*examples[1:], **kwargs)
+            node = call.graph.call_method(target, args, kwargs)
+            value = getattr(examples[0], target)(*examples[1:], **kwargs)
         else:
-            node.meta["example_value"] = target(*examples, **kwargs)
+            node = call.graph.call_function(target, args, kwargs)
+            value = target(*examples, **kwargs)
+    node.meta = {key: kept for key, kept in call.meta.items() if key in ("stack_trace", "nn_module_stack")}
+    node.meta["example_value"] = value
     return node

@@ -105,8 +105,9 @@ def test_stages_are_as_long_as_compiling_gains_where_nothing_is_recomputed(repea
         return len(compiled.trace(x).stages)
 
     without, all_saved, recomputed = stages(None), stages(1.0), stages(0.0)
-    assert without == all_saved == (without if repeated else 1)
-    assert recomputed >= all_saved and (repeated or recomputed > 1)
+    # The first layer reads another width than those that repeat, and the last has the loss: six stages.
+    assert without == all_saved == (6 if repeated else 1)
+    assert recomputed > 1
 
 
 @pytest.mark.parametrize("tiling", long_but(["never", None], quick={"never"}))
