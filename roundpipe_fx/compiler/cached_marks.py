@@ -27,6 +27,8 @@ _PLAIN = {
     Mark.STAGE: (int,),
 }
 """Types of the values of marks that these passes write."""
+_EARLIER = frozenset({Mark.REMADE})
+"""Marks of passes that run before these, so with a cached plan too."""
 
 
 def marks_as_data(
@@ -47,7 +49,7 @@ def marks_as_data(
     columns: dict[str, list[Any]] = {}
     for key in MARK_USES:
         values = [node.meta.get(key) for node in nodes]
-        if any(value is not None for value in values):
+        if key not in _EARLIER and any(value is not None for value in values):
             if key not in _PLAIN:
                 return None
             columns[key] = [str(value) if key == Mark.PHASE else value for value in values]
