@@ -14,6 +14,7 @@ from roundpipe_fx.analysis.cost import COMPILED_STAGES, MeasuredCosts, cost_mode
 from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.analysis.cost.probe import write_probes
 from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.analysis.outside_loss import output_bytes
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.budget import Found, Infeasible, Result, default_budget
 from roundpipe_fx.compiler.cached_marks import FIRST_MARKING_PASS, mark_as_cached, marks_as_data, remove_marks
@@ -107,8 +108,13 @@ def lower(
             result = _search_programs(joint, result.minimum, setting)
         # Without a plan the caller is assumed to drop outputs before the backward, which a step may prove wrong.
         if isinstance(result, Infeasible) and droppable - joint.dropped and options.rotor is None:
+            freed = output_bytes(joint, droppable - joint.dropped)
             joint = dataclasses.replace(joint, dropped=joint.dropped | droppable)
-            result = _search_programs(joint, budget, setting)
+            # Bytes fall by no more than those outputs. A search that cannot succeed would only repeat the refusal, and
+            # if outputs may be unread too, it is not the last one.
+            hopeless = isinstance(budget, int) and result.minimum - freed > budget
+            if not hopeless or not may_be_unread - unread:
+                result = _search_programs(joint, budget, setting)
         if isinstance(result, Infeasible) and may_be_unread - unread and options.rotor is None:
             setting = setting.with_decisions(unread=unread | may_be_unread)
             joint = dataclasses.replace(joint, dropped=joint.dropped | may_be_unread)
