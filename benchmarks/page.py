@@ -266,8 +266,7 @@ _PARTS = (
         "Planned, not run: the norm, the linear layer and the loss that a model ends with, in bfloat16 with float32 "
         "logits. The least memory that tiles of rows reach, and what tiles of words reach; seconds of the step there. "
         "The gradient of the weight exists when a step ends. Buffers that PyTorch's kernels allocate for themselves "
-        "count: the sum over 16,384 rows of 1,024 numbers, for the gradient of Qwen3's norm, takes 134 MB of partial "
-        "sums.",
+        "count, such as partial sums over the rows for the gradient of the norm's weight.",
     ),
     _Part(
         "tiling_planning",

@@ -7,7 +7,7 @@ removed a node, their whole result is the marks, the segments and the stages, an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from roundpipe_fx.ir.joint_graph import MARK_USES, JointGraph, Mark, Phase
@@ -27,17 +27,20 @@ _PLAIN = {
     Mark.STAGE: (int,),
 }
 """Types of the values of marks that these passes write."""
-_EARLIER = frozenset({Mark.REMADE})
-"""Marks of passes that run before these, so with a cached plan too."""
 
 
 def marks_as_data(
-    joint: JointGraph, before: Sequence[str], segments: Sequence[Segment], cuts: Sequence[StageCut]
+    joint: JointGraph,
+    before: Sequence[str],
+    passes: Collection[str],
+    segments: Sequence[Segment],
+    cuts: Sequence[StageCut],
 ) -> Any:
     """The marks of a graph, by mark in the order of the computing nodes, with its segments and stages.
 
     Args:
         before: names of its computing nodes before these passes ran.
+        passes: names of these passes. Marks of others are not stored: those passes run with a cached plan too.
 
     Returns:
         ``None`` if the passes did more than mark nodes, or marked them with other than plain values.
@@ -47,9 +50,11 @@ def marks_as_data(
     if [node.name for node in nodes] != list(before) or joint.parts:
         return None
     columns: dict[str, list[Any]] = {}
-    for key in MARK_USES:
+    for key, use in MARK_USES.items():
+        if use.written_by.isdisjoint(passes):
+            continue
         values = [node.meta.get(key) for node in nodes]
-        if key not in _EARLIER and any(value is not None for value in values):
+        if any(value is not None for value in values):
             if key not in _PLAIN:
                 return None
             columns[key] = [str(value) if key == Mark.PHASE else value for value in values]

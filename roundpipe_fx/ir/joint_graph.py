@@ -155,7 +155,7 @@ MARK_USES: Mapping[str, MarkUse] = {
         "stages roundpipe_slots",
     ),
     Mark.ORIGIN: _use("apply_remat_schedule", "rng analysis codegen compiler report"),
-    Mark.REMADE: _use("wide_values", "cse compiler"),
+    Mark.REMADE: _use("wide_values", "cse"),
     Mark.STRIDED: _use("strided_gradients", "api pipeline runtime"),
     Mark.OBSERVED_TANGENT: _use("", "analysis"),
     Mark.LOSS_TIMES: _use("", "analysis"),

@@ -110,8 +110,8 @@ def lower(
         if isinstance(result, Infeasible) and droppable - joint.dropped and options.rotor is None:
             freed = output_bytes(joint, droppable - joint.dropped)
             joint = dataclasses.replace(joint, dropped=joint.dropped | droppable)
-            # Bytes fall by no more than those outputs. A search that cannot succeed would only repeat the refusal, and
-            # if outputs may be unread too, it is not the last one.
+            # A plan with outputs dropped has hardly fewer bytes than one without, less these outputs. Where that cannot
+            # be enough, the search below finds the plan or the refusal: it assumes that they are dropped, and more.
             hopeless = isinstance(budget, int) and result.minimum - freed > budget
             if not hopeless or not may_be_unread - unread:
                 result = _search_programs(joint, budget, setting)
@@ -125,7 +125,8 @@ def lower(
         lowered = result.value
         # Tiled plans are not kept: loops are not nodes that a file could name.
         if file is not None and not lowered.is_tiled:
-            marks = marks_as_data(joint, unmarked, lowered.joint.segments, lowered.joint.cuts)
+            names = [item.name for item in setting.passes[marking:]]
+            marks = marks_as_data(joint, unmarked, names, lowered.joint.segments, lowered.joint.cuts)
             if marks is not None:
                 file.write(_make_cached_plan(lowered, marks))
     else:

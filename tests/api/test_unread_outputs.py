@@ -17,6 +17,8 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.planner import lower
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning
 from tests.long import long_but
 
@@ -186,6 +188,27 @@ def test_gradients_of_a_loss_of_outputs_that_are_read() -> None:
     model = roundpipe_fx.compile(own, outputs="unread")
     for gradient, wanted in zip(step(model), expected, strict=True):
         torch.testing.assert_close(gradient, wanted)
+
+
+def test_outputs_are_dropped_where_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it cannot be, no plan is searched for in which they are dropped but have been read."""
+    own, *batch = _made()
+    least, searched = _least(own, *batch, outputs="dropped"), []
+    search = lower._search_programs
+
+    def count(joint: JointGraph, *args: Any) -> Any:
+        searched.append((bool(joint.dropped), bool(joint.unread)))
+        return search(joint, *args)
+
+    monkeypatch.setattr(lower, "_search_programs", count)
+    torch._dynamo.reset()
+    assert not roundpipe_fx.compile(own, memory_budget=least).trace(*batch).unread_bytes
+    assert searched == [(False, False), (True, False)]
+    searched.clear()
+    torch._dynamo.reset()
+    with pytest.raises(InfeasibleBudgetError):
+        roundpipe_fx.compile(own, memory_budget=1).trace(*batch)
+    assert searched == [(False, False), (True, True)]
 
 
 def test_a_caller_that_reads_is_planned_for() -> None:

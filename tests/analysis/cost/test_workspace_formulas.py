@@ -211,7 +211,7 @@ def test_blocks_of_threads_that_share_an_output_have_a_buffer() -> None:
     # 4,096 columns: blocks of 32 by 4 threads with 4 outputs each, 32 in a row. 4,096 rows: 1,024 values each, so 64 of
     # the ceil(132 * 16 / 32) = 66 blocks that the device has for a column of blocks: 128 numbers for each output.
     assert workspace_by_formula(call(aten.sum.dim_IntList, tensor(4096, 4096), [0]), H100) == 4 * 4096 * 64 * 128 + 512
-    # The gradient of a norm's weight, of 16,384 rows: twice the bytes of what is summed.
+    # A quarter of the columns and four times the rows: 8 blocks in a row, so 256 of ceil(132 * 16 / 8) = 264 blocks.
     assert (
         workspace_by_formula(call(aten.sum.dim_IntList, tensor(16_384, 1024), [0]), H100) == 4 * 1024 * 256 * 128 + 512
     )
