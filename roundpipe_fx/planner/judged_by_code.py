@@ -1,17 +1,15 @@
 """Plans for stages compiled by Inductor, judged by the memory of the code that Inductor writes.
 
-A simulation operation by operation overestimates such a program: it counts values that never leave a kernel, and no
-result overwrites an operand. The code shows the real allocations (:mod:`roundpipe_fx.analysis.wrapper_memory`), but
-writing it takes seconds, so only a few plans are judged by it. The schedules are ordered by recomputation, and their
-peaks fall in that order. The bytes that code saves compared with its operations vary little, so they are interpolated
-between judged schedules::
+The code shows the real allocations (:mod:`roundpipe_fx.analysis.wrapper_memory`), but writing it takes seconds, so only
+a few plans are judged by it. All are compared by an estimate (:mod:`roundpipe_fx.analysis.fused_memory`). Operations
+one by one would not do: a schedule that recomputes a long chain at once may need less of these, and more of the code.
+What the code needs more than was estimated varies little, so it is interpolated between judged schedules::
 
     schedules           1     2     3     4     5     6          limit 5
-    operations need     9     8     7     6     5     4          5 is the first within the limit by these
-    the code needs                            [3.3]              so others are estimated to need 1.7 less
-    estimated          7.3   6.3   5.3   4.3                     4 is the first within the limit by these
-    the code needs                     [4.1]                     so they are estimated to need 1.9 less
-    estimated          7.1   6.1   5.1                           none is within the limit: 4 is taken
+    estimated          6.5   5.9   4.9   5.2   4.6   4.0         3 is the first within the limit
+    the code needs                [5.1]                          so others are expected to need 0.2 more
+    expected           6.7   6.1         5.4   4.8   4.2         5 is the first within the limit by these
+    the code needs                             [4.9]             taken: none before it is expected to fit
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from roundpipe_fx.analysis.fused_memory import follow_fused
 from roundpipe_fx.budget import Found, Infeasible, first_found, limit_of
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.operations_in_tiles import copy_uncut, cut_graph, with_fewest_stages
@@ -40,10 +39,10 @@ from roundpipe_fx.runtime.compiled_memory import follow_compiled
 _JUDGED = 3
 """Schedules that are judged for a budget, at most, beside the ends of a share and the last one."""
 _CAUTIOUS = 0.99
-"""Once an estimate was too low, the next schedule is one that is estimated to need at most so much of the limit."""
-_ROUGHLY = 1.1
-"""The first schedule, which recomputes nothing, is judged if it is estimated to need at most so many times the limit.
+"""Once a schedule needed more than was expected, the next is one that is expected to need at most so much of the limit.
 """
+_SAMPLED = 16
+"""Schedules whose code is estimated, at most, before the bisection between two of them."""
 
 
 def can_read_code(setting: Setting) -> bool:
@@ -88,8 +87,9 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
     def judged(position: int) -> Evaluation[Lowered]:
         return _judge(emitted(position))
 
-    def operations(position: int) -> int:
-        return emitted(position).peak
+    @functools.cache
+    def estimated(position: int) -> int:
+        return emitted(position).emitted.judge_by(follow_fused).peak.bytes
 
     def peak(position: int) -> int:
         return judged(position).peak
@@ -98,15 +98,14 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
     known: dict[int, int] = {}
     if isinstance(budget, int):
         limit = int(budget * setting.share)
-        # Operations need more than code, so the first plan within the limit by operations is safe to begin with.
-        within = _find_first_within(range(last), operations, limit)
+        within = _find_first_within(range(last), estimated, limit)
         first = last if within is None else within
     else:
         ends = {0.0: {last}, 1.0: {0}}.get(budget, {0, last})
         known = {position: peak(position) for position in ends}
         limit = int(limit_of(budget, min(known.values()), max(known.values())) * setting.share)
         first = 0 if budget == 1.0 else last
-    position = find_least_recomputed(len(plans), operations, peak, limit, first, known)
+    position = find_least_recomputed(len(plans), estimated, peak, limit, first, known)
     if position is None and isinstance(budget, int):
         # The last schedule is judged for any budget that no other one keeps, so what it needs is always named.
         return _make_refusal(dataclasses.replace(plans[last], limit=limit), peak(last), budget)
@@ -119,17 +118,17 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
 
 def find_least_recomputed(
     count: int,
-    operations: Callable[[int], int],
+    estimated: Callable[[int], int],
     judge: Callable[[int], int],
     limit: int,
     first: int,
     judged: Mapping[int, int],
 ) -> int | None:
-    """Find the first schedule whose code is estimated to be within a limit, judging only a few.
+    """Find the first schedule whose code is expected to be within a limit, judging only a few.
 
     Args:
         count: of schedules, the least recomputation first.
-        operations: gives the bytes of the operations of a schedule's programs.
+        estimated: gives the bytes that a schedule's code is estimated to need.
         judge: gives the bytes of a schedule's code.
         limit: bytes that the code of a plan may allocate.
         first: the schedule that is judged first.
@@ -139,52 +138,50 @@ def find_least_recomputed(
         its number; ``None``: those that were judged, the last one among them, need more.
     """
     known = dict(judged)
-    tried, estimated, most = first, False, float(limit)
-    # Every round compiles one plan: the one that the interpolation expects to be the first within the limit.
-    for _ in range(_JUDGED):
+    tried, most = first, float(limit)
+    # Every round compiles one plan: the first one that is expected to be within the limit.
+    for number in range(_JUDGED):
         if tried not in known:
             known[tried] = judge(tried)
-        # An estimate that was wrong: the next ones are a little more careful.
-        if estimated and known[tried] > limit:
+        # An expectation that was wrong: the next ones are a little more careful.
+        if number and known[tried] > limit:
             most = _CAUTIOUS * limit
-        above = max((position for position, size in known.items() if size > limit), default=-1)
-        best = min((position for position, size in known.items() if size <= limit and position > above), default=None)
-        end = count if best is None else best
-        rest = [position for position in range(above + 1, end) if position not in known]
+        best = min((position for position, size in known.items() if size <= limit), default=count)
+        rest = [position for position in range(best) if position not in known]
         if not rest:
             break
-        expected = functools.partial(_estimate, operations, known)
-        # Nothing recomputed would be best of all, so it is tried even if it is expected to miss by a little.
-        if not rest[0] and most < expected(0) <= _ROUGHLY * limit:
-            tried, estimated = 0, False
-            continue
+        expected = functools.partial(_expect, estimated, known)
         close = _find_first_within(rest, expected, most)
-        if close is None and best is not None:
+        if close is None and best < count:
             break
-        tried, estimated = (rest[-1], False) if close is None else (close, True)
+        tried = rest[-1] if close is None else close
     if all(size > limit for size in known.values()):
         known[count - 1] = judge(count - 1)
     return min((position for position, size in known.items() if size <= limit), default=None)
 
 
 def _find_first_within(positions: Sequence[int], needs: Callable[[int], float], limit: float) -> int | None:
-    """The first place from which on no more is needed than a limit, by bisection."""
-    number = bisect.bisect_left(positions, True, key=lambda position: needs(position) <= limit)
-    return positions[number] if number < len(positions) else None
+    """The first position at which no more is needed than a limit: of a sample, then by bisection before it."""
+    # Needs fall only roughly, so a bisection of all could end after a rise that hides better ones.
+    step = -(-len(positions) // _SAMPLED)
+    for end in range(len(positions) - 1, -1, -step)[::-1]:
+        if needs(positions[end]) <= limit:
+            start = max(end - step + 1, 0)
+            number = bisect.bisect_left(positions, True, start, end, key=lambda position: needs(position) <= limit)
+            return positions[number]
+    return None
 
 
-def _estimate(operations: Callable[[int], int], known: Mapping[int, int], position: int) -> float:
-    """Bytes of a schedule's code, estimated from those that are known on either side, or on one."""
+def _expect(estimated: Callable[[int], int], known: Mapping[int, int], position: int) -> float:
+    """Bytes of a schedule's code, estimated and corrected by those that are known on either side, or on one."""
     earlier = max((other for other in known if other < position), default=None)
     later = min((other for other in known if other > position), default=None)
-    if earlier is None or later is None:
-        near = later if earlier is None else earlier
-        assert near is not None
-        return operations(position) + known[near] - operations(near)
-    # Between two judged plans: linear in what their operations need.
-    high, low = operations(earlier), operations(later)
-    part = (operations(position) - low) / (high - low) if high > low else 0.0
-    return known[later] + part * (known[earlier] - known[later])
+    near = [(estimated(other), known[other]) for other in (later, earlier) if other is not None]
+    (low, code), (high, code_of_high) = near[0], near[-1]
+    # Between two judged plans the correction is linear in the estimates.
+    part = min(max((estimated(position) - low) / (high - low), 0.0), 1.0) if high > low else 0.0
+    correction = (1 - part) * (code - low) + part * (code_of_high - high)
+    return estimated(position) + correction
 
 
 def search_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Found[Evaluation[Lowered]] | Unmet:

@@ -1,0 +1,186 @@
+"""Fused memory: an estimate of what a stage module allocates once its compiler has fused it.
+
+The code that Inductor writes says it exactly (:mod:`roundpipe_fx.analysis.wrapper_memory`), after seconds; operations
+one by one overestimate it by values that never leave a kernel and by results that overwrite their operands. Here both
+are found in the graph, in milliseconds, so that all plans are compared by bytes that are nearly those of their code::
+
+    scores ──▶ tanh ──▶ softmax's gradient ──▶ product       allocations
+    one by one: tanh, the gradient                           2 × scores
+    fused: tanh is virtual; the gradient overwrites scores,
+    which nothing reads later                                0
+
+A value is *virtual*, and takes no memory, if every reader is in the kernel of a later value that waits for no product
+of it. What a kernel reads is then what its virtual operands read. Orders of kernels that Inductor changes, and kernels
+that it does not fuse, are what the estimate misses.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.fusion import is_in_kernel
+from roundpipe_fx.analysis.program_events import FollowedModule, FollowedOperation
+from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
+from roundpipe_fx.codegen import StageModule
+from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor, is_view, tensor_values
+
+aten = torch.ops.aten
+
+_GRADIENTS_IN_KERNELS = frozenset(
+    {
+        aten._log_softmax_backward_data.default,
+        aten._softmax_backward_data.default,
+        aten.embedding.default,
+        aten.gather.default,
+        aten.index.Tensor,
+        aten.native_dropout.default,
+        aten.native_group_norm_backward.default,
+        aten.native_layer_norm_backward.default,
+        aten.nll_loss_backward.default,
+        aten.select_backward.default,
+        aten.slice_backward.default,
+    }
+)
+"""Operators beside those of :func:`~roundpipe_fx.analysis.fusion.is_in_kernel` of which Inductor makes kernels."""
+
+
+def follow_fused(
+    call: StageModule, storages: Sequence[Sequence[int]], dying: Collection[int] = ()
+) -> FollowedModule | None:
+    """Follow a stage module as if its operations were fused.
+
+    Args:
+        storages: for each input, its storages, numbered in the order in which they come in.
+        dying: positions of inputs that nothing refers to but the call.
+    """
+    graph = call.module.graph
+    virtual = find_virtual(graph)
+    numbers = StorageIds()
+    incoming = 1 + max((storage for leaves in storages for storage in leaves), default=OUTSIDE)
+    for _ in range(incoming):
+        numbers.new_of(0)
+    nodes = [*graph.nodes]
+    inputs = graph.find_nodes(op="placeholder")
+    # First with memory for each result; then, with all last readers known, results take over what dies.
+    reads: dict[fx.Node, list[int]] = {}
+    made: dict[fx.Node, list[int]] = {}
+    last: dict[int, fx.Node] = {}
+    sizes: dict[int, int] = {}
+    for node, leaves in zip(inputs, storages, strict=True):
+        numbers.give(node, list(leaves))
+        sizes.update(zip(leaves, _whole_sizes(node), strict=False))
+    for node in nodes:
+        if node.op == "placeholder":
+            continue
+        reads[node] = numbers.reads(node)
+        if node in virtual:
+            numbers.give(node, reads[node])
+            continue
+        last.update(dict.fromkeys(reads[node], node))
+        if node.op != "output":
+            made[node] = _make(node, numbers)
+            sizes.update((storage, numbers.sizes[storage]) for storage in made[node])
+    # Only a backward's inputs are given away: the forward's belong to the user.
+    free = set() if call.phase is Phase.FORWARD else {s for p in dying for s in storages[p] if len(storages[p]) == 1}
+    free.update(range(incoming, len(numbers.sizes)))
+    taken: dict[int, int] = {}
+
+    def final(storage: int) -> int:
+        return taken.get(storage, storage)
+
+    operations = [FollowedOperation(-1, [], [], 0)]
+    for position, node in enumerate(nodes):
+        if node not in made:
+            continue
+        allocated = []
+        dead = [storage for storage in reads[node] if last[storage] is node and storage in free]
+        for storage in made[node]:
+            over = next((old for old in dead if sizes.get(old) == sizes[storage]), None)
+            if over is not None and _is_computed_in_kernel(node):
+                dead.remove(over)
+                taken[storage] = final(over)
+            else:
+                allocated.append(storage)
+        workspace = 0 if _is_computed_in_kernel(node) else node.meta.get(Mark.WORKSPACE, 0)
+        operations.append(
+            FollowedOperation(position, list(dict.fromkeys(map(final, reads[node]))), allocated, workspace)
+        )
+    returned = graph.output_node().args[0]
+    assert isinstance(returned, (tuple, list))
+    leaves_of = [[final(s) for s in numbers.of(item)] if isinstance(item, fx.Node) else [] for item in returned]
+    return FollowedModule(operations, numbers.sizes[incoming:], leaves_of)
+
+
+def find_virtual(graph: fx.Graph) -> set[fx.Node]:
+    """Find the values of a stage module that no kernel writes to memory, and views of these.
+
+    Args:
+        graph: of a stage module.
+    """
+    number = {node: position for position, node in enumerate(graph.nodes)}
+    # Bits stand for nodes: all that a node is computed from, and the part of it that is read by another kernel between.
+    ancestors: dict[fx.Node, int] = {}
+    waited: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        before = between = 0
+        for operand in node.all_input_nodes:
+            before |= ancestors[operand] | 1 << number[operand]
+            between |= waited[operand] if _is_fused(operand) else ancestors[operand]
+        ancestors[node], waited[node] = before, between
+    virtual: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_view(node):
+            # A view of a virtual value is an index into what the kernel computes.
+            if node.all_input_nodes[0] in virtual:
+                virtual.add(node)
+        elif _may_be_virtual(node) and all(
+            reader.op != "output" and _is_computed_in_kernel(reader) and not waited[reader] >> number[node] & 1
+            for reader in _readers(node)
+        ):
+            virtual.add(node)
+    return virtual
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Operations that read a value, directly or through views; the graph's output, too."""
+    for user in node.users:
+        if is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _is_fused(node: fx.Node) -> bool:
+    return node.op == "placeholder" or is_view(node) or _is_computed_in_kernel(node)
+
+
+def _is_computed_in_kernel(node: fx.Node) -> bool:
+    maker = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return is_in_kernel(node) or maker.target in _GRADIENTS_IN_KERNELS
+
+
+def _may_be_virtual(node: fx.Node) -> bool:
+    """Test for a value computed in a kernel that is no reduction: those are made once, before their readers run."""
+    if node.op != "call_function" or not _is_computed_in_kernel(node):
+        return False
+    if not is_tensor(node):  # several results: each is an item
+        return True
+    maker = node.all_input_nodes[0] if node.target is operator.getitem else node
+    operands = [value for operand in maker.all_input_nodes for value in tensor_values(operand)]
+    return all(operand.numel() <= node.meta["val"].numel() for operand in operands)
+
+
+def _whole_sizes(node: fx.Node) -> list[int]:
+    return [value.untyped_storage().nbytes() for value in tensor_values(node) if value.layout is torch.strided]
+
+
+def _make(node: fx.Node, numbers: StorageIds) -> list[int]:
+    """Number what a node allocates: an item of several results that a kernel computes, as a result of its own."""
+    if node.target is operator.getitem and _is_computed_in_kernel(node) and not is_view(node):
+        numbers.give(node, [numbers.new(value) for value in tensor_values(node)])
+        return numbers.of(node)
+    return numbers.follow(node)
