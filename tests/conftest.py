@@ -8,11 +8,14 @@ import logging
 import os
 import resource
 import sys
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.guards
+import torch.fx.experimental.proxy_tensor
 from torch import nn
 
 from roundpipe_fx.passes import workspaces
@@ -24,14 +27,27 @@ os.environ["ROUNDPIPE_FX_PLAN_CACHE"] = "0"  # tests leave nothing behind, and f
 os.environ["ROUNDPIPE_FX_VERIFY"] = "1"  # of all graphs that tests compile, after each pass
 
 
-# Each compilation pays for three things that no test looks at, together a third of the time of many tests:
+# Each compilation pays for things that no test looks at, together a third of the time of many tests:
 
 # PyTorch times the guards for its log, and clears the processor's caches before.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 # pytest attaches its handlers to loggers that do not propagate. For a handler of this one, PyTorch formats all graphs.
 logging.getLogger("torch.__trace").propagate = True
 # Graphs are many objects; a collection of the oldest generation visits all of them, a hundred times in some files.
-gc.set_threshold(700, 10, 50)
+gc.set_threshold(20000, 20, 50)
+
+
+# While operators are traced, PyTorch replaces methods of `nn.Module` for modules that are called, of which there are
+# none then. Python forgets what it knows of each of the subclasses, and there are thousands.
+def _trace_functions(tracer: Any, root: Any, concrete_args: Any = None) -> Any:
+    if isinstance(root, nn.Module):
+        return _trace(tracer, root, concrete_args)
+    with unittest.mock.patch.object(torch.fx._symbolic_trace._Patcher, "patch_method", lambda *_, **__: None):
+        return _trace(tracer, root, concrete_args)
+
+
+_trace = torch.fx.experimental.proxy_tensor.PythonKeyTracer.trace
+torch.fx.experimental.proxy_tensor.PythonKeyTracer.trace = _trace_functions
 
 _frozen_modules = 0
 
@@ -51,7 +67,8 @@ def _freeze_what_was_imported() -> None:
 @pytest.fixture(autouse=True)
 def _fresh():
     """Each test traces again and draws its own random numbers."""
-    torch.manual_seed(0)
+    # Seeds of devices that are not there would be kept for them, each with a formatted stack.
+    (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
     yield
     torch._dynamo.reset()
     if len(sys.modules) > _frozen_modules + 50:
