@@ -16,17 +16,20 @@ that it does not fuse, are what the estimate misses.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.fusion import is_in_kernel
+from roundpipe_fx.analysis.cost.model import tensor_bytes
+from roundpipe_fx.analysis.fusion import WRITTEN_IN_KERNELS, is_in_kernel
 from roundpipe_fx.analysis.program_events import FollowedModule, FollowedOperation
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor, is_view, tensor_values
+from roundpipe_fx.torch_private import size_hint
 
 aten = torch.ops.aten
 
@@ -45,7 +48,25 @@ _GRADIENTS_IN_KERNELS = frozenset(
         aten.slice_backward.default,
     }
 )
-"""Operators beside those of :func:`~roundpipe_fx.analysis.fusion.is_in_kernel` of which Inductor makes kernels."""
+"""Operators of which Inductor makes kernels, beyond those of :func:`~roundpipe_fx.analysis.fusion.is_in_kernel`."""
+
+_COSTLY = frozenset(
+    {
+        aten._log_softmax_backward_data.default,
+        aten._softmax_backward_data.default,
+        aten.exp.default,
+        aten.log.default,
+        aten.log1p.default,
+        aten.log2.default,
+        aten.mish.default,
+        aten.sigmoid.default,
+        aten.silu.default,
+        aten.silu_backward.default,
+        aten.softplus.default,
+        aten.tanh.default,
+    }
+)
+"""Operators that Inductor does not compute twice on a CPU: their kernel writes what another loop reads again."""
 
 
 def follow_fused(
@@ -72,7 +93,7 @@ def follow_fused(
     sizes: dict[int, int] = {}
     for node, leaves in zip(inputs, storages, strict=True):
         numbers.give(node, list(leaves))
-        sizes.update(zip(leaves, _whole_sizes(node), strict=False))
+        sizes.update(zip(leaves, _count_bytes(node), strict=False))
     for node in nodes:
         if node.op == "placeholder":
             continue
@@ -122,26 +143,38 @@ def find_virtual(graph: fx.Graph) -> set[fx.Node]:
         graph: of a stage module.
     """
     number = {node: position for position, node in enumerate(graph.nodes)}
-    # Bits stand for nodes: all that a node is computed from, and the part of it that is read by another kernel between.
+    # Bits stand for nodes: all that a node is computed from, and the part of it that is read by another kernel between,
+    # or by another loop, which a reduction ends.
     ancestors: dict[fx.Node, int] = {}
-    waited: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        before = between = 0
-        for operand in node.all_input_nodes:
-            before |= ancestors[operand] | 1 << number[operand]
-            between |= waited[operand] if _is_fused(operand) else ancestors[operand]
-        ancestors[node], waited[node] = before, between
+    before_kernel: dict[fx.Node, int] = {}
+    before_loop: dict[fx.Node, int] = {}
     virtual: set[fx.Node] = set()
+    for node in graph.nodes:
+        everything = kernel = loop = 0
+        for operand in node.all_input_nodes:
+            everything |= ancestors[operand] | 1 << number[operand]
+            kernel |= before_kernel[operand] if _is_fused(operand) else ancestors[operand]
+            loop |= before_loop[operand] if _is_in_same_loop(operand) else ancestors[operand]
+        ancestors[node], before_kernel[node], before_loop[node] = everything, kernel, loop
+    costly: set[fx.Node] = set()
     for node in graph.nodes:
         if is_view(node):
             # A view of a virtual value is an index into what the kernel computes.
-            if node.all_input_nodes[0] in virtual:
-                virtual.add(node)
-        elif _may_be_virtual(node) and all(
-            reader.op != "output" and _is_computed_in_kernel(reader) and not waited[reader] >> number[node] & 1
-            for reader in _readers(node)
-        ):
+            for known in (virtual, costly):
+                if node.all_input_nodes[0] in known:
+                    known.add(node)
+            continue
+        if not _is_pointwise(node):
+            continue
+        if node.target in _COSTLY or any(operand in costly for operand in node.all_input_nodes):
+            costly.add(node)
+        readers, bit = [*_readers(node)], number[node]
+        in_kernels = all(_is_read_in_kernel(reader) and not before_kernel[reader] >> bit & 1 for reader in readers)
+        in_loops = any(before_loop[reader] >> bit & 1 or reader.target in WRITTEN_IN_KERNELS for reader in readers)
+        if in_kernels and not (in_loops and node in costly and _is_on_cpu(node)):
             virtual.add(node)
+            continue
+        costly.discard(node)  # it is read from memory
     return virtual
 
 
@@ -154,8 +187,20 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
+def _is_read_in_kernel(reader: fx.Node) -> bool:
+    return reader.op != "output" and _is_computed_in_kernel(reader)
+
+
+def _is_on_cpu(node: fx.Node) -> bool:
+    return any(value.device.type == "cpu" for value in tensor_values(node))
+
+
 def _is_fused(node: fx.Node) -> bool:
     return node.op == "placeholder" or is_view(node) or _is_computed_in_kernel(node)
+
+
+def _is_in_same_loop(node: fx.Node) -> bool:
+    return node.op == "placeholder" or is_view(node) or _is_pointwise(node)
 
 
 def _is_computed_in_kernel(node: fx.Node) -> bool:
@@ -163,7 +208,7 @@ def _is_computed_in_kernel(node: fx.Node) -> bool:
     return is_in_kernel(node) or maker.target in _GRADIENTS_IN_KERNELS
 
 
-def _may_be_virtual(node: fx.Node) -> bool:
+def _is_pointwise(node: fx.Node) -> bool:
     """Test for a value computed in a kernel that is no reduction: those are made once, before their readers run."""
     if node.op != "call_function" or not _is_computed_in_kernel(node):
         return False
@@ -171,11 +216,16 @@ def _may_be_virtual(node: fx.Node) -> bool:
         return True
     maker = node.all_input_nodes[0] if node.target is operator.getitem else node
     operands = [value for operand in maker.all_input_nodes for value in tensor_values(operand)]
-    return all(operand.numel() <= node.meta["val"].numel() for operand in operands)
+    return all(_count_elements(operand) <= _count_elements(node.meta["val"]) for operand in operands)
 
 
-def _whole_sizes(node: fx.Node) -> list[int]:
-    return [value.untyped_storage().nbytes() for value in tensor_values(node) if value.layout is torch.strided]
+def _count_elements(value: torch.Tensor) -> int:
+    return math.prod(map(size_hint, value.shape))
+
+
+def _count_bytes(node: fx.Node) -> list[int]:
+    """Bytes of a value's storages."""
+    return [tensor_bytes([value]) for value in tensor_values(node)]
 
 
 def _make(node: fx.Node, numbers: StorageIds) -> list[int]:

@@ -74,7 +74,7 @@ _REDUCTIONS = frozenset(
 )
 """Operators that read their operand inside a kernel, and whose result is computed once."""
 
-_WRITTEN_IN_KERNELS = frozenset(
+WRITTEN_IN_KERNELS = frozenset(
     {
         aten._log_softmax.default,
         aten._native_batch_norm_legit.no_stats,
@@ -121,7 +121,7 @@ def is_in_kernel(node: fx.Node) -> bool:
         node: of an annotated graph.
     """
     maker = node.all_input_nodes[0] if node.target is operator.getitem else node
-    return is_fusible(maker) or maker.target in _REDUCTIONS or maker.target in _WRITTEN_IN_KERNELS
+    return is_fusible(maker) or maker.target in _REDUCTIONS or maker.target in WRITTEN_IN_KERNELS
 
 
 def is_virtual(node: fx.Node, phase: Phase) -> bool:
