@@ -340,7 +340,7 @@ def test_fit_says_what_is_beside_the_peak(
 def test_fit_leaves_room_for_an_optimizer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = 3 * 4 * (2 * 64 * 256 + 256 + 64)
     monkeypatch.setitem(DEVICES, "H100", dataclasses.replace(DEVICES["H100"], memory=8 * parameters))
-    asked = ["fit", _MLP, "--device", "H100", "--sequence", "64", "--optimizer", "AdamW"]
+    asked = ["fit", _MLP, "--device", "H100", "--sequence", "64", "--tiling", "never", "--optimizer", "AdamW"]
     found = _json(capsys, *asked)
     assert isinstance(found, dict)
     assert found["optimizer_bytes"] == 2 * parameters
