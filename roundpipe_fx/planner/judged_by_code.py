@@ -152,9 +152,9 @@ def find_least_recomputed(
             break
         expected = functools.partial(_expect, estimated, known)
         close = _find_first_within(rest, expected, most)
-        if close is None and best < count:
+        if close is None:
             break
-        tried = rest[-1] if close is None else close
+        tried = close
     if all(size > limit for size in known.values()):
         known[count - 1] = judge(count - 1)
     return min((position for position, size in known.items() if size <= limit), default=None)
