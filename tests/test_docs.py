@@ -141,7 +141,7 @@ def test_figures_of_the_front_page_are_those_of_the_stored_results() -> None:
     columns = ("torch.compile", "ours", "torch.compile 0.5", "ours, as 0.5", "ours 0.0")
     stored = {row["model"]: [row[column].split(" / ")[:2] for column in columns] for row in _rows("inductor")}
     compared = re.findall(r"\| ([^|]+) \|((?: \d+ MB, [0-9.]+ s \|)+)", text)
-    assert len(compared) == 4
+    assert len(compared) == 6
     for model, cells in compared:
         expected = [(size.split(" ")[0], seconds) for size, seconds in stored[model]]
         assert re.findall(r"(\d+) MB, ([0-9.]+) s", cells) == expected
