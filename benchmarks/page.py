@@ -367,7 +367,8 @@ def page() -> str:
 
 def _machine(found: dict[str, Any]) -> str:
     rates = f"Rates: {found['rates']}. " if "rates" in found else ""
-    return f"{rates}{found['cores']} threads, torch {found['torch']}, transformers {found['transformers']}."
+    threads = "1 thread" if found["cores"] == 1 else f"{found['cores']} threads"
+    return f"{rates}{threads}, torch {found['torch']}, transformers {found['transformers']}."
 
 
 def main() -> None:
