@@ -98,7 +98,7 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
     known: dict[int, int] = {}
     if isinstance(budget, int):
         limit = int(budget * setting.share)
-        within = _find_first_within(range(last), estimated, limit)
+        within = _find_first_within(range(len(plans)), estimated, limit)
         first = last if within is None else within
     else:
         ends = {0.0: {last}, 1.0: {0}}.get(budget, {0, last})

@@ -72,6 +72,12 @@ def test_a_good_schedule_is_found_where_code_needs_a_share_of_its_operations(
     assert all(size > limit - 2 for size in code[:place])  # estimates are not rounded
 
 
+def test_a_budget_that_all_operations_keep_has_one_plan() -> None:
+    x = torch.randn(64, 32)
+    plan = roundpipe_fx.compile(Net(), memory_budget=1 << 40, stage_compiler="inductor").trace(x)
+    assert not plan.recompute_seconds and plan.budget == 1 << 40
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
