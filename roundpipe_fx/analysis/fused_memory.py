@@ -66,7 +66,10 @@ _COSTLY = frozenset(
         aten.tanh.default,
     }
 )
-"""Operators that Inductor does not compute twice on a CPU: their kernel writes what another loop reads again."""
+"""Operators that Inductor does not compute twice on a CPU: their kernel writes what another loop reads again.
+
+PyTorch 2.11 computes ``tanh`` and logarithms twice, and the estimate is too high.
+"""
 
 
 def follow_fused(

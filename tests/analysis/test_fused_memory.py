@@ -105,7 +105,7 @@ class Capped(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.layer(self.words(tokens)).tanh()
-        scores = 30 * torch.tanh(hidden @ self.words.weight.t() / 30)
+        scores = 60 * torch.sigmoid(hidden @ self.words.weight.t() / 15) - 30
         return F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
 
 
