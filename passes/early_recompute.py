@@ -20,7 +20,17 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.minimum_cut import SINK, SOURCE, UNCUTTABLE, Arc, minimum_cut, unit_of
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_seeded, is_view, storages, viewed
+from roundpipe_fx.ir.joint_graph import (
+    JointGraph,
+    Mark,
+    Phase,
+    input_nodes,
+    is_seeded,
+    is_view,
+    readers_behind_views,
+    storages,
+    viewed,
+)
 
 
 def early_recompute(joint: JointGraph) -> JointGraph:
@@ -87,7 +97,7 @@ def _cut(candidates: list[fx.Node]) -> set[fx.Node]:
         arcs.append((handed, made[value], size // unit))
         if value not in members:
             arcs.append((made[value], SINK, UNCUTTABLE))
-        for user in _users_behind_views(value):
+        for user in readers_behind_views(value):
             if user in members:
                 arcs.append((made[user], handed, UNCUTTABLE))  # a value that is not passed has only early readers
                 arcs.append((made[value], made[user], UNCUTTABLE))  # a node starts only if its operands do
@@ -113,14 +123,6 @@ def _bytes(node: fx.Node) -> int:
 def _viewed_inputs(node: fx.Node) -> Iterable[fx.Node]:
     """The operands of a node, with views replaced by their bases."""
     return (viewed(source) for source in input_nodes(node))
-
-
-def _users_behind_views(node: fx.Node) -> Iterable[fx.Node]:
-    for user in node.users:
-        if is_view(user):
-            yield from _users_behind_views(user)
-        else:
-            yield user
 
 
 def _widen_late(joint: JointGraph) -> bool:

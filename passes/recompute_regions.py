@@ -31,6 +31,7 @@ from roundpipe_fx.ir.joint_graph import (
     is_symbolic_scalar,
     is_view,
     node_outputs,
+    readers_behind_views,
     tensor_values,
     viewed,
 )
@@ -138,8 +139,6 @@ def _is_read_only_inside(node: fx.Node) -> bool:
 
 
 def _forward_readers(node: fx.Node) -> Iterator[fx.Node]:
-    for user in node.users:
-        if is_view(user):
-            yield from _forward_readers(user)
-        elif user.op != "output" and user.meta.get(Mark.PHASE) is Phase.FORWARD:
-            yield user
+    for reader in readers_behind_views(node):
+        if reader.op != "output" and reader.meta.get(Mark.PHASE) is Phase.FORWARD:
+            yield reader

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,7 +25,16 @@ from torch import fx
 
 from roundpipe_fx.analysis.fusion import is_in_kernel
 from roundpipe_fx.ir.fingerprint import fingerprint
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, storages, tensor_values
+from roundpipe_fx.ir.joint_graph import (
+    JointGraph,
+    Mark,
+    Phase,
+    input_nodes,
+    is_view,
+    readers_behind_views,
+    storages,
+    tensor_values,
+)
 from roundpipe_fx.ir.segment import Segment
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.torch_private import size_hint
@@ -128,7 +137,7 @@ def _in_kernels(forward: list[fx.Node]) -> list[tuple[int, int]]:
     opaque = [index for index, node in enumerate(forward) if not is_in_kernel(node) and not is_view(node)]
     ranges = []
     for first, node in enumerate(forward):
-        last = max((position[user] for user in _readers(node) if user in position), default=first)
+        last = max((position[user] for user in readers_behind_views(node) if user in position), default=first)
         # A value stays inside a kernel if no opaque operation lies between its maker and its last reader.
         if is_in_kernel(node) and bisect_right(opaque, last) == bisect_left(opaque, first):
             ranges.append((first, last))
@@ -144,14 +153,6 @@ def _covered(ranges: Iterable[tuple[int, int]], count: int) -> list[bool]:
         change[first] += 1
         change[last] -= 1
     return [depth > 0 for depth in itertools.accumulate(change[:count])]
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    for user in node.users:
-        if is_view(user):
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _widths(count: int, lives: list[_Life]) -> list[int]:

@@ -1,8 +1,8 @@
 """Fused memory: an estimate of what a stage module allocates once its compiler has fused it.
 
-The code that Inductor writes says it exactly (:mod:`roundpipe_fx.analysis.wrapper_memory`), after seconds; operations
-one by one overestimate it by values that never leave a kernel and by results that overwrite their operands. Here both
-are found in the graph, in milliseconds, so that all plans are compared by bytes that are nearly those of their code::
+The code that Inductor writes says it exactly (:mod:`roundpipe_fx.analysis.wrapper_memory`), but has to be written;
+operations one by one overestimate it by values that never leave a kernel and by results that overwrite their operands.
+Here both are found in the graph, so that many plans can be compared by bytes that are nearly those of their code::
 
     scores ──▶ tanh ──▶ softmax's gradient ──▶ product       allocations
     one by one: tanh, the gradient                           2 × scores
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -28,12 +28,12 @@ from roundpipe_fx.analysis.fusion import WRITTEN_IN_KERNELS, is_in_kernel
 from roundpipe_fx.analysis.program_events import FollowedModule, FollowedOperation
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
 from roundpipe_fx.codegen import StageModule
-from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor, is_view, tensor_values
+from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor, is_view, readers_behind_views, tensor_values
 from roundpipe_fx.torch_private import size_hint
 
 aten = torch.ops.aten
 
-_GRADIENTS_IN_KERNELS = frozenset(
+_ALSO_IN_KERNELS = frozenset(
     {
         aten._log_softmax_backward_data.default,
         aten._softmax_backward_data.default,
@@ -72,9 +72,7 @@ PyTorch 2.11 computes ``tanh`` and logarithms twice, and the estimate is too hig
 """
 
 
-def follow_fused(
-    call: StageModule, storages: Sequence[Sequence[int]], dying: Collection[int] = ()
-) -> FollowedModule | None:
+def follow_fused(call: StageModule, storages: Sequence[Sequence[int]], dying: Collection[int] = ()) -> FollowedModule:
     """Follow a stage module as if its operations were fused.
 
     Args:
@@ -111,36 +109,55 @@ def follow_fused(
     # Only a backward's inputs are given away: the forward's belong to the user.
     free = set() if call.phase is Phase.FORWARD else {s for p in dying for s in storages[p] if len(storages[p]) == 1}
     free.update(range(incoming, len(numbers.sizes)))
-    taken: dict[int, int] = {}
+    dead = {
+        node: [storage for storage in reads[node] if last[storage] is node and storage in free]
+        for node in made
+        if _is_computed_in_kernel(node)
+    }
+    taken = _overwrite(made, dead, sizes)
 
     def final(storage: int) -> int:
         return taken.get(storage, storage)
 
     operations = [FollowedOperation(-1, [], [], 0)]
     for position, node in enumerate(nodes):
-        if node not in made:
-            continue
-        allocated = []
-        dead = [storage for storage in reads[node] if last[storage] is node and storage in free]
-        for storage in made[node]:
-            over = next((old for old in dead if sizes.get(old) == sizes[storage]), None)
-            if over is not None and _is_computed_in_kernel(node):
-                dead.remove(over)
-                taken[storage] = final(over)
-            else:
-                allocated.append(storage)
-        workspace = 0 if _is_computed_in_kernel(node) else node.meta.get(Mark.WORKSPACE, 0)
-        operations.append(
-            FollowedOperation(position, list(dict.fromkeys(map(final, reads[node]))), allocated, workspace)
-        )
+        if node in made:
+            allocated = [storage for storage in made[node] if storage not in taken]
+            workspace = 0 if node in dead else node.meta.get(Mark.WORKSPACE, 0)
+            read = list(dict.fromkeys(map(final, reads[node])))
+            operations.append(FollowedOperation(position, read, allocated, workspace))
     returned = graph.output_node().args[0]
     assert isinstance(returned, (tuple, list))
     leaves_of = [[final(s) for s in numbers.of(item)] if isinstance(item, fx.Node) else [] for item in returned]
     return FollowedModule(operations, numbers.sizes[incoming:], leaves_of)
 
 
+def _overwrite(
+    made: Mapping[fx.Node, Sequence[int]], dead: Mapping[fx.Node, Sequence[int]], sizes: Mapping[int, int]
+) -> dict[int, int]:
+    """Choose the results that are written over an operand of the same size; by storage, that of the operand.
+
+    Args:
+        made: by node, in order, the storages of its results.
+        dead: by node that is computed in a kernel, the storages that it reads last.
+        sizes: bytes of storages.
+    """
+    taken: dict[int, int] = {}
+    for node, operands in dead.items():
+        left = list(operands)
+        for storage in made[node]:
+            over = next((old for old in left if sizes.get(old) == sizes[storage]), None)
+            if over is not None:
+                left.remove(over)
+                # The operand may itself have been written over another one.
+                taken[storage] = taken.get(over, over)
+    return taken
+
+
 def find_virtual(graph: fx.Graph) -> set[fx.Node]:
     """Find the values of a stage module that no kernel writes to memory, and views of these.
+
+    :func:`~roundpipe_fx.analysis.fusion.is_virtual` is for joint graphs, and only for values that may be repeated.
 
     Args:
         graph: of a stage module.
@@ -171,7 +188,7 @@ def find_virtual(graph: fx.Graph) -> set[fx.Node]:
             continue
         if node.target in _COSTLY or any(operand in costly for operand in node.all_input_nodes):
             costly.add(node)
-        readers, bit = [*_readers(node)], number[node]
+        readers, bit = [*readers_behind_views(node)], number[node]
         in_kernels = all(_is_read_in_kernel(reader) and not before_kernel[reader] >> bit & 1 for reader in readers)
         in_loops = any(before_loop[reader] >> bit & 1 or reader.target in WRITTEN_IN_KERNELS for reader in readers)
         if in_kernels and not (in_loops and node in costly and _is_on_cpu(node)):
@@ -179,15 +196,6 @@ def find_virtual(graph: fx.Graph) -> set[fx.Node]:
             continue
         costly.discard(node)  # it is read from memory
     return virtual
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Operations that read a value, directly or through views; the graph's output, too."""
-    for user in node.users:
-        if is_view(user):
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _is_read_in_kernel(reader: fx.Node) -> bool:
@@ -208,7 +216,7 @@ def _is_in_same_loop(node: fx.Node) -> bool:
 
 def _is_computed_in_kernel(node: fx.Node) -> bool:
     maker = node.all_input_nodes[0] if node.target is operator.getitem else node
-    return is_in_kernel(node) or maker.target in _GRADIENTS_IN_KERNELS
+    return is_in_kernel(node) or maker.target in _ALSO_IN_KERNELS
 
 
 def _is_pointwise(node: fx.Node) -> bool:

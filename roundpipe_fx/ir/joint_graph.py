@@ -441,6 +441,15 @@ def viewed(node: fx.Node) -> fx.Node:
     return node
 
 
+def readers_behind_views(node: fx.Node) -> Iterator[fx.Node]:
+    """Nodes that read a value, directly or through views, one of them the graph's output; once for each way."""
+    for user in node.users:
+        if is_view(user):
+            yield from readers_behind_views(user)
+        else:
+            yield user
+
+
 def is_seeded(node: fx.Node) -> bool:
     """Return whether the node draws random numbers from a generator. Attention without dropout draws none."""
     if not has_tag(node.target, torch.Tag.nondeterministic_seeded):
