@@ -19,14 +19,15 @@ references to the storages see what is freed::
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
 from roundpipe_fx.analysis.program_events import FollowedModule, FollowedOperation
 from roundpipe_fx.analysis.storage_ids import OUTSIDE
-from roundpipe_fx.torch_private import StorageReference, TorchDispatchMode, fake_mode, size_hint, tree_leaves, tree_map
+from roundpipe_fx.torch_private import StorageReference, TorchDispatchMode, fake_mode, tree_leaves, tree_map_only
 
 _COMPILER = "torch._inductor.async_compile"
 """Imports from this module make kernels."""
@@ -43,21 +44,20 @@ class Layout(NamedTuple):
 
 
 def follow_wrapper(
-    code: str, inputs: Sequence[Any], workspaces: Mapping[str, int], storages: Sequence[Sequence[int]]
+    code: str, inputs: Sequence[Any], workspace: Callable[[fx.Node], int], storages: Sequence[Sequence[int]]
 ) -> FollowedModule:
     """Run a wrapper without its kernels, and note what it allocates and frees.
 
     Args:
         code: Inductor's, of a module.
         inputs: what the function is called with: layouts of tensors, and numbers.
-        workspaces: bytes that calls of operators allocate beside their results, by :func:`call_signature`; those of
-            other calls by the operator's name.
+        workspace: bytes that an operator's call allocates beside its results, of a node with the call's operands.
         storages: for each input, the numbers of its storages, in the order in which they come in.
 
     Raises:
         Exception: whatever the code raises where it needs numbers that fake tensors do not have.
     """
-    events = _StorageEvents(workspaces)
+    events = _StorageEvents(workspace)
     # Fake tensors have sizes and storages, and no memory: a wrapper of 80 GB is followed on a laptop.
     with fake_mode():
         arguments: list[Any] = []
@@ -83,12 +83,12 @@ class _StorageEvents(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, workspaces: Mapping[str, int]) -> None:
+    def __init__(self, workspace: Callable[[fx.Node], int]) -> None:
         super().__init__()
         # An event before the first call: inputs that are freed at once die with it.
         self.operations = [FollowedOperation(-1, [], [], 0)]
         self.sizes: list[int] = []
-        self._workspaces = workspaces
+        self._workspace = workspace
         self._incoming = 0
         # Weak references: the wrapper alone decides how long a buffer lives.
         self._alive: dict[int, tuple[StorageReference, int]] = {}
@@ -124,26 +124,30 @@ class _StorageEvents(TorchDispatchMode):
                 self.sizes.append(storage.nbytes())
                 self._alive[storage._cdata] = StorageReference(storage), number
                 made.append(number)
-        name = func.name()
-        workspace = 0
-        if name in self._workspaces:
-            # Two calls of one operator may have different workspaces (two matrix products of different sizes); without
-            # one of this signature the operator's largest counts.
-            workspace = self._workspaces.get(call_signature(name, args), self._workspaces[name])
+        workspace = self._workspace(_node_of_call(func, args, kwargs or {}, results))
         if made or workspace:
             self.operations.append(FollowedOperation(-1, [], made, workspace))
         return results
 
 
-def call_signature(name: str, arguments: Sequence[Any]) -> str:
-    """A text that is the same for calls of an operator on operands of the same sizes."""
-    return f"{name} {tree_map(_size_of, list(arguments))}"
+def _node_of_call(func: Any, args: Any, kwargs: Any, results: Any) -> fx.Node:
+    """A call as a node: its operands have the layouts that the code gives them, which may not be those of the graph."""
+    graph = fx.Graph()
+
+    def placeholder(operand: torch.Tensor) -> fx.Node:
+        node = graph.placeholder("operand")
+        node.meta["val"] = _without_storage(operand)
+        return node
+
+    args, kwargs = tree_map_only(torch.Tensor, placeholder, (args, kwargs))
+    node = graph.call_function(func, args, kwargs)
+    node.meta["val"] = tree_map_only(torch.Tensor, _without_storage, results)
+    return node
 
 
-def _size_of(argument: Any) -> Any:
-    if isinstance(argument, torch.Tensor):
-        return tuple(map(size_hint, argument.shape))
-    return size_hint(argument) if isinstance(argument, torch.SymInt) else argument
+def _without_storage(value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of the same layout: what a node holds must not keep the code's buffers alive."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _loaded(code: str) -> Callable[[list[Any]], Sequence[Any]]:

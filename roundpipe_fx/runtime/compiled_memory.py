@@ -7,6 +7,7 @@ fingerprint.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -15,12 +16,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from roundpipe_fx.analysis.cost.operand_rules import may_run_alone
+from roundpipe_fx.analysis.cost.probe import kernel_settings, probe_in_thread
+from roundpipe_fx.analysis.cost.signature import signature_of
 from roundpipe_fx.analysis.data_files import cache_folder, drop_oldest, is_on, read_data, versions, write_data
 from roundpipe_fx.analysis.program_events import FollowedModule, FollowedOperation
-from roundpipe_fx.analysis.wrapper_memory import Layout, call_signature, follow_wrapper
+from roundpipe_fx.analysis.wrapper_memory import Layout, follow_wrapper
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.ir.collectives import starts_collective
-from roundpipe_fx.ir.joint_graph import Mark, Phase
+from roundpipe_fx.ir.joint_graph import Mark, Phase, tensor_values
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.runtime.compiled_loops import opaque_loops
 from roundpipe_fx.runtime.compiled_sums import make_sums_functional
@@ -31,7 +35,7 @@ from roundpipe_fx.torch_private import inductor_code, size_hint
 
 log = logging.getLogger(__name__)
 
-_FORMAT = "roundpipe_fx compiled memory 1"
+_FORMAT = "roundpipe_fx compiled memory 2"
 _MOST_FILES = 4000
 _MOST_KNOWN = 4000
 _known: dict[str, FollowedModule | None] = {}
@@ -76,12 +80,19 @@ def follow_compiled(
         size = node.meta.get(Mark.WORKSPACE, 0) - beyond
         name = _operator_name(node)
         if name and size > 0:
-            operands = fx.node.map_arg(node.args, lambda operand: operand.meta["val"])
-            # By name and operands, and by name alone, for a call whose operands Inductor writes otherwise.
-            for key in (name, call_signature(name, operands)):
+            # By name and operands, and by name alone, for a call that cannot be measured with other operands.
+            for key in (name, signature_of(node)):
                 workspaces[key] = max(workspaces.get(key, 0), size)
     # Everything that the code depends on: a fingerprint of the graph alone would mix what differs in donated inputs.
-    depends_on = call.fingerprint, donated, [[*s] for s in storages], inputs, sorted(workspaces.items()), options
+    depends_on = (
+        call.fingerprint,
+        donated,
+        [[*s] for s in storages],
+        inputs,
+        sorted(workspaces.items()),
+        options,
+        kernel_settings(),
+    )
     key = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]
     if key not in _known:
         if len(_known) >= _MOST_KNOWN:
@@ -112,7 +123,7 @@ def _follow_call(
     loops = opaque_loops(module, lambda body: _raise_if_called)
     try:
         code = inductor_code(module, examples, DECOMPOSITIONS, donated, dict(options))
-        return follow_wrapper(code, inputs, workspaces, storages)
+        return follow_wrapper(code, inputs, functools.partial(_workspace_of_call, workspaces), storages)
     except Exception as error:  # of code that reads numbers, or has constants
         log.warning(
             "the memory of %s cannot be read from Inductor's code: %s: %s", call.name, type(error).__name__, error
@@ -120,6 +131,29 @@ def _follow_call(
         return None
     finally:
         loops.clear()  # held as long as fake ones are called
+
+
+def _workspace_of_call(known: Mapping[str, int], call: fx.Node) -> int:
+    """Bytes that a call in Inductor's code allocates beside its results.
+
+    Inductor may lay out operands otherwise than the graph: convolutions read channels last, and reorder less. Such
+    calls are measured anew.
+
+    Args:
+        known: bytes of the graph's calls, by signature; the most of an operator's calls, by its name.
+        call: the call, as a node with the operands of the code.
+    """
+    name = _operator_name(call)
+    if name not in known:
+        return 0
+    signature = signature_of(call)
+    if signature in known:
+        return known[signature]
+    probe = None
+    if isinstance(call.target, torch._ops.OpOverload) and may_run_alone(call):
+        devices = {value.device for operand in call.all_input_nodes for value in tensor_values(operand)}
+        probe = probe_in_thread(call, devices.pop()) if len(devices) == 1 else None
+    return known[name] if probe is None else probe.workspace
 
 
 def _raise_if_called(arguments: list[Any]) -> tuple[Any, ...]:

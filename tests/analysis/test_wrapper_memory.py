@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import fx
 
 from roundpipe_fx.analysis.liveness import Event, peak_of
 from roundpipe_fx.analysis.program_events import FollowedModule
@@ -38,10 +41,12 @@ def _square(width: int) -> Layout:
     return Layout((width, width), (width, 1), torch.float32, torch.device("cpu"))
 
 
-def _followed(body: str, *storages: int, workspaces: dict[str, int] | None = None, width: int = 8) -> FollowedModule:
+def _followed(
+    body: str, *storages: int, workspace: Callable[[fx.Node], int] = lambda _: 0, width: int = 8
+) -> FollowedModule:
     lines = "\n".join(f"        {line.strip()}" for line in body.strip().splitlines())
     inputs = [_square(width) for _ in storages]
-    return follow_wrapper(f"{_BEFORE}{lines}\n{_AFTER}", inputs, workspaces or {}, [[storage] for storage in storages])
+    return follow_wrapper(f"{_BEFORE}{lines}\n{_AFTER}", inputs, workspace, [[storage] for storage in storages])
 
 
 def _peak(followed: FollowedModule, incoming: int) -> int:
@@ -110,7 +115,7 @@ def test_operators_have_workspaces_and_several_results() -> None:
         return (buf1, )
         """,
         0,
-        workspaces={"aten::native_dropout": 1000},
+        workspace=lambda call: 1000 if call.target is torch.ops.aten.native_dropout.default else 0,
     )
     (_, operation) = followed.operations
     assert operation.workspace == 1000 and followed.sizes == [256, 64] and followed.returns == [[1]]

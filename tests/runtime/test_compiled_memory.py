@@ -16,8 +16,8 @@ import roundpipe_fx
 from roundpipe_fx.runtime import compiled_memory
 from tests.long import long_but
 
-MOST = {"blocks": 1.01, "words": 1.01, "images": 1.2}
-"""The largest ratio of planned to allocated bytes. Workspaces of convolutions depend on what is read."""
+MOST = 1.01
+"""The largest ratio of planned to allocated bytes."""
 
 
 class Blocks(nn.Module):
@@ -93,7 +93,7 @@ def test_plans_say_what_is_allocated(name: str) -> None:
         assert len(compiled.plans) == 1  # nothing was learned
         plan = compiled.plan
         limit = math.inf if plan.budget is None else plan.budget
-        assert measured <= plan.peak_bytes <= min(limit, MOST[name] * measured)
+        assert measured <= plan.peak_bytes <= min(limit, MOST * measured)
         planned.append(plan.peak_bytes)
     assert planned == sorted(planned, reverse=True) and planned[-1] < 0.9 * planned[0]
 
