@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost.model import tensor_bytes
-from roundpipe_fx.analysis.fusion import WRITTEN_IN_KERNELS, is_in_kernel
+from roundpipe_fx.analysis.fusion import COSTLY_ON_CPUS, WRITTEN_IN_KERNELS, is_in_kernel, is_on_cpu
 from roundpipe_fx.analysis.program_events import FollowedModule, FollowedOperation
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
 from roundpipe_fx.codegen import StageModule
@@ -49,27 +49,6 @@ _ALSO_IN_KERNELS = frozenset(
     }
 )
 """Operators of which Inductor makes kernels, beyond those of :func:`~roundpipe_fx.analysis.fusion.is_in_kernel`."""
-
-_COSTLY = frozenset(
-    {
-        aten._log_softmax_backward_data.default,
-        aten._softmax_backward_data.default,
-        aten.exp.default,
-        aten.log.default,
-        aten.log1p.default,
-        aten.log2.default,
-        aten.mish.default,
-        aten.sigmoid.default,
-        aten.silu.default,
-        aten.silu_backward.default,
-        aten.softplus.default,
-        aten.tanh.default,
-    }
-)
-"""Operators that Inductor does not compute twice on a CPU: their kernel writes what another loop reads again.
-
-PyTorch 2.11 computes ``tanh`` and logarithms twice, and the estimate is too high.
-"""
 
 
 def follow_fused(call: StageModule, storages: Sequence[Sequence[int]], dying: Collection[int] = ()) -> FollowedModule:
@@ -186,12 +165,12 @@ def find_virtual(graph: fx.Graph) -> set[fx.Node]:
             continue
         if not _is_pointwise(node):
             continue
-        if node.target in _COSTLY or any(operand in costly for operand in node.all_input_nodes):
+        if node.target in COSTLY_ON_CPUS or any(operand in costly for operand in node.all_input_nodes):
             costly.add(node)
         readers, bit = [*readers_behind_views(node)], number[node]
         in_kernels = all(_is_read_in_kernel(reader) and not before_kernel[reader] >> bit & 1 for reader in readers)
         in_loops = any(before_loop[reader] >> bit & 1 or reader.target in WRITTEN_IN_KERNELS for reader in readers)
-        if in_kernels and not (in_loops and node in costly and _is_on_cpu(node)):
+        if in_kernels and not (in_loops and node in costly and is_on_cpu(node)):
             virtual.add(node)
             continue
         costly.discard(node)  # it is read from memory
@@ -200,10 +179,6 @@ def find_virtual(graph: fx.Graph) -> set[fx.Node]:
 
 def _is_read_in_kernel(reader: fx.Node) -> bool:
     return reader.op != "output" and _is_computed_in_kernel(reader)
-
-
-def _is_on_cpu(node: fx.Node) -> bool:
-    return any(value.device.type == "cpu" for value in tensor_values(node))
 
 
 def _is_fused(node: fx.Node) -> bool:

@@ -27,6 +27,7 @@ from roundpipe_fx.ir.joint_graph import (
     is_tensor,
     is_view,
     tensor_values,
+    viewed,
 )
 
 aten = torch.ops.aten
@@ -88,6 +89,28 @@ WRITTEN_IN_KERNELS = frozenset(
 """Operators that are pointwise operations and reductions, of which Inductor makes kernels with what is around them."""
 
 
+COSTLY_ON_CPUS = frozenset(
+    {
+        aten._log_softmax_backward_data.default,
+        aten._softmax_backward_data.default,
+        aten.exp.default,
+        aten.log.default,
+        aten.log1p.default,
+        aten.log2.default,
+        aten.mish.default,
+        aten.sigmoid.default,
+        aten.silu.default,
+        aten.silu_backward.default,
+        aten.softplus.default,
+        aten.tanh.default,
+    }
+)
+"""Operators that Inductor does not compute twice on a CPU: their kernel writes what another loop reads again.
+
+PyTorch 2.11 computes ``tanh`` and logarithms twice, and the estimate is too high.
+"""
+
+
 def is_fusible(node: fx.Node) -> bool:
     """Test for an operation that may be repeated inside the kernels that read its result.
 
@@ -132,11 +155,15 @@ def is_virtual(node: fx.Node, phase: Phase) -> bool:
         x ──▶ norm ──▶ mm ──▶ add        the kernel of norm computes x and writes it, for that of add
         └─────────────────────▲
 
+    On a CPU, a costly result that several loops of the kernel read is written by the first.
+
     Args:
         node: of an annotated graph.
         phase: the phase whose readers count.
     """
-    return is_fusible(node) and all(_shares_kernel(node, reader) for reader in _readers(node, phase))
+    if not is_fusible(node) or not all(_shares_kernel(node, reader) for reader in _readers(node, phase)):
+        return False
+    return not (is_on_cpu(node) and _is_costly(node) and _is_read_in_loops(node, phase))
 
 
 def _readers(node: fx.Node, phase: Phase) -> Iterator[fx.Node]:
@@ -167,6 +194,45 @@ def _shares_kernel(node: fx.Node, reader: fx.Node) -> bool:
                 seen.add((operand, another))
                 pending.append((operand, another))
     return True
+
+
+def _is_costly(node: fx.Node) -> bool:
+    """Test for a value that a costly operation computes, alone or with operations that are fused with it."""
+    pending, seen = [node], {node}
+    while pending:
+        current = pending.pop()
+        if current.target in COSTLY_ON_CPUS:
+            return True
+        bases = {viewed(operand) for operand in current.all_input_nodes} - seen
+        seen |= bases
+        pending += [base for base in bases if is_fusible(base) and _same_module(base, node)]
+    return False
+
+
+def _is_read_in_loops(node: fx.Node, phase: Phase) -> bool:
+    """Test for a value that a kernel reads again after a reduction of it: to normalize it, say."""
+    pending, reached = [(node, False)], {(node, False)}
+    while pending:
+        current, reduced = pending.pop()
+        for reader in _readers(current, phase):
+            if reader.op == "output" or not is_in_kernel(reader) or not _same_module(reader, node):
+                continue
+            if (reader, not reduced) in reached or (reader.target in WRITTEN_IN_KERNELS and not reduced):
+                return True
+            if (reader, reduced) in reached:
+                continue
+            reached.add((reader, reduced))
+            pending.append((reader, reduced or reader.target in _REDUCTIONS))
+    return False
+
+
+def _same_module(node: fx.Node, other: fx.Node) -> bool:
+    return all(node.meta.get(mark) == other.meta.get(mark) for mark in (Mark.STAGE, Mark.PHASE))
+
+
+def is_on_cpu(node: fx.Node) -> bool:
+    """Return whether a value, or a part of it, is a tensor on the host."""
+    return any(value.device.type == "cpu" for value in tensor_values(node))
 
 
 def dropped_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
