@@ -29,6 +29,7 @@ from roundpipe_fx.compiler.operations_in_tiles import copy_uncut, cut_graph, wit
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Inductor
+from roundpipe_fx.planner.crossed_schedules import cross_at_peak
 from roundpipe_fx.planner.evaluation import Candidate, Evaluation
 from roundpipe_fx.planner.program_within_budget import PROGRAMS, CutProgram
 from roundpipe_fx.planner.search import search
@@ -69,27 +70,28 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
     original = copy_uncut(joint)
     graph = CutProgram.of(cut_graph(joint, setting), setting)
     plans = list_choices(graph.operations, budget, 1.0, graph.whole)
+    # By the identity of a schedule, which is held so that no other one gets it.
+    emitted: dict[int, tuple[Chosen, Evaluation[Lowered]]] = {}
+
+    def emit(plan: Chosen) -> Evaluation[Lowered]:
+        if id(plan) not in emitted:
+            emitted[id(plan)] = plan, _emit(plan, graph, original, setting)
+        return emitted[id(plan)][1]
+
+    def estimate(plan: Chosen) -> int:
+        return emit(plan).emitted.judge_by(follow_fused).peak.bytes
+
+    if budget != 1.0:
+        plans = cross_at_peak(plans, estimate)
     last = len(plans) - 1
 
     @functools.cache
-    def emitted(position: int) -> Evaluation[Lowered]:
-        plan, program = plans[position], graph
-        if not plan.candidate.seconds:
-            longest = with_fewest_stages(setting)
-            program = CutProgram.of(cut_graph(original.copy(), longest), longest)
-            followed = program.operations if plan.followed is graph.operations else program.whole
-            assert followed is not None
-            plan = dataclasses.replace(plan, graph=program.operations, followed=followed)
-        chosen = dataclasses.replace(plan, limit=max(plan.limit, plan.candidate.peak.bytes))
-        return program.evaluate(Candidate(chosen))
-
-    @functools.cache
     def judged(position: int) -> Evaluation[Lowered]:
-        return _judge(emitted(position))
+        return _judge(emit(plans[position]))
 
     @functools.cache
     def estimated(position: int) -> int:
-        return emitted(position).emitted.judge_by(follow_fused).peak.bytes
+        return estimate(plans[position])
 
     def peak(position: int) -> int:
         return judged(position).peak
@@ -114,6 +116,19 @@ def plan_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> Fo
         if position is None
         else _as_budget_in_bytes(judged(position), limit)
     )
+
+
+def _emit(plan: Chosen, program: CutProgram, original: JointGraph, setting: Setting) -> Evaluation[Lowered]:
+    """The programs of a schedule; of one that recomputes nothing, in as few stages as compiling gains."""
+    if not plan.candidate.seconds:
+        longest = with_fewest_stages(setting)
+        of_plan = program
+        program = CutProgram.of(cut_graph(original.copy(), longest), longest)
+        followed = program.operations if plan.followed is of_plan.operations else program.whole
+        assert followed is not None
+        plan = dataclasses.replace(plan, graph=program.operations, followed=followed)
+    chosen = dataclasses.replace(plan, limit=max(plan.limit, plan.candidate.peak.bytes))
+    return program.evaluate(Candidate(chosen))
 
 
 def find_least_recomputed(

@@ -72,6 +72,33 @@ def joint(
     assert virtual == ["sin"]
 
 
+def test_a_costly_value_that_loops_read_again_is_written_on_a_cpu() -> None:
+    """The first loop writes it; one that a single loop reads, or that is cheap, is computed again."""
+    graph = """\
+def joint(
+    x: float32[8, 4],
+    y: float32[8, 4],
+):
+    # forward, stage 0, segment 0
+    tanh: float32[8, 4] = aten.tanh.default(x)
+    mul: float32[8, 4] = aten.mul.Tensor(tanh, 30.0)
+    view: float32[8, 4] = aten.view.default(mul, [8, 4])
+    _log_softmax: float32[8, 4] = aten._log_softmax.default(view, 1, False)
+    exp: float32[8, 4] = aten.exp.default(y)
+    amax: float32[8, 1] = aten.amax.default(exp, [1], True)
+    sub: float32[8, 4] = aten.sub.Tensor(exp, amax)
+    relu: float32[8, 4] = aten.relu.default(y)
+    amax_1: float32[8, 1] = aten.amax.default(relu, [1], True)
+    sub_1: float32[8, 4] = aten.sub.Tensor(relu, amax_1)
+    sigmoid: float32[8, 4] = aten.sigmoid.default(y)
+    sum_1: float32[8, 1] = aten.sum.dim_IntList(sigmoid, [1], True)
+    return (_log_softmax, sub, sub_1, sum_1), ()
+"""
+    nodes = {node.name: node for node in joint_of(graph).computed()}
+    names = ("tanh", "mul", "exp", "relu", "sigmoid")
+    assert [name for name in names if is_virtual(nodes[name], Phase.FORWARD)] == ["relu", "sigmoid"]
+
+
 def test_a_dropout_is_its_operands() -> None:
     nodes = {node.name: node for node in joint_of(GRAPH).computed()}
     dropped = dropped_operands(nodes["getitem"])
