@@ -139,9 +139,9 @@ def _planned(name: str) -> dict[str, Any]:
             "in tiles": len(plan.tiles),
             "binds": _binding(plan, case, step / once),
         }
-    row |= {"at most": case.most, "CPU s to plan": time.process_time() - busy}
+    row |= {"at most": "" if case.most is None else case.most, "CPU s to plan": time.process_time() - busy}
     console.print(row)
-    return dict.fromkeys(_COLUMNS) | row
+    return dict.fromkeys(_COLUMNS, "") | row
 
 
 def _binding(plan: roundpipe_fx.Plan, case: _Case, ratio: float) -> str:
