@@ -55,8 +55,14 @@ def cross_at_peak(plans: Sequence[Chosen], estimate: Callable[[Chosen], int]) ->
     return sorted([*plans[: best + 1], *between, crossed[best]], key=lambda plan: plan.candidate.seconds)
 
 
+def _choice_of(plan: Chosen) -> RematChoice:
+    """The choice of a schedule, in storages of the graph that plans are searched for."""
+    # Only the schedule that keeps everything may follow other operations, which are numbered otherwise.
+    return plan.candidate.schedule.choice if plan.followed is plan.graph else RematChoice(frozenset(plan.graph.makers))
+
+
 def _choice_at(plan: Chosen, segment: int) -> Any:
-    choice, of = plan.candidate.schedule.choice, plan.graph.segment_of
+    choice, of = _choice_of(plan), plan.graph.segment_of
     kept = {storage for storage in choice.kept if of[storage] == segment}
     return kept, choice.held.get(segment), choice.remat_level.get(segment, 0)
 
@@ -64,7 +70,7 @@ def _choice_at(plan: Chosen, segment: int) -> Any:
 def _cross(blocks: Blocks, at_peak: Chosen, elsewhere: Chosen, segment: int) -> Chosen:
     """The schedule that treats a segment as one schedule does, and the other segments as another."""
     graph = elsewhere.graph
-    choice = _cross_choices(graph, at_peak.candidate.schedule.choice, elsewhere.candidate.schedule.choice, segment)
+    choice = _cross_choices(graph, _choice_of(at_peak), _choice_of(elsewhere), segment)
     candidate = make_schedule_of_choice(blocks, choice)
     limit = max(elsewhere.limit, candidate.peak.bytes)
     return dataclasses.replace(elsewhere, candidate=candidate, limit=limit, followed=graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -13,6 +14,7 @@ import roundpipe_fx
 from roundpipe_fx.planner import judged_by_code
 from roundpipe_fx.planner.crossed_schedules import cross_at_peak
 from roundpipe_fx.remat.choose import Chosen
+from roundpipe_fx.remat.schedule import RematChoice
 
 _WORDS, _WIDTH, _TOKENS = 8192, 32, 256
 
@@ -94,6 +96,19 @@ def test_the_last_schedule_gets_the_choice_of_an_earlier_one_where_operations_pe
     assert _kept(last, segment, inside=False) == _kept(plans[-1], segment, inside=False)
     seconds = [plan.candidate.seconds for plan in crossed]
     assert seconds == sorted(seconds) and seconds[-1] < plans[-1].candidate.seconds
+
+
+def test_a_schedule_that_follows_other_operations_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its storages have other numbers than those of the graph that plans are searched for."""
+    plans, _ = _crossed(monkeypatch, lambda plans, plan: 1)
+    first = plans[0]
+    of_others = dataclasses.replace(first.candidate.schedule, choice=RematChoice(frozenset({10**6})))
+    candidate = dataclasses.replace(first.candidate, schedule=of_others)
+    first = dataclasses.replace(first, candidate=candidate, followed=dataclasses.replace(first.graph))
+    crossed = cross_at_peak([first, *plans[1:]], lambda plan: 2 if plan is plans[-1] else 1)
+    segment, graph = first.candidate.peak.segment, first.graph
+    made = {storage for storage in graph.makers if graph.segment_of[storage] == segment}
+    assert _kept(crossed[-1], segment, inside=True) == _kept(plans[0], segment, inside=True) <= made
 
 
 def test_schedules_stay_where_crossed_ones_are_not_estimated_to_need_less(monkeypatch: pytest.MonkeyPatch) -> None:
