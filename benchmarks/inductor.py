@@ -68,7 +68,7 @@ def checkpointed(compiled: bool) -> _Way:
 
 WAYS: dict[str, _Way] = {
     "checkpoint per block": checkpointed(compiled=False),
-    "and torch.compile": checkpointed(compiled=True),
+    "checkpoint per block, compiled": checkpointed(compiled=True),
     "torch.compile": compiled_by_torch(),
     "torch.compile 0.5": compiled_by_torch(0.5),
     "torch.compile 0.2": compiled_by_torch(0.2),
