@@ -287,7 +287,7 @@ def cell(bytes: int, planned: int | None, seconds: float, first: float) -> str:
         first: those of the first one, and of the compilers that it starts.
     """
     of_plan = "" if planned is None else f" ({planned / 1e6:.0f})"
-    return f"{bytes / 1e6:.0f}{of_plan} / {seconds:.2f} / {first:.0f}"
+    return f"{bytes / 1e6:.0f}{of_plan} / {seconds:.3g} / {first:.0f}"
 
 
 def measured(case: Case, way: _Way) -> dict[str, Any]:
