@@ -303,9 +303,10 @@ def measured(case: Case, way: _Way) -> dict[str, Any]:
     begin = cpu_seconds()
     step(run, model, batch)
     first = cpu_seconds() - begin
-    plans = 0
     # Plans may learn from the first steps: what a step needs is measured once none was made in it.
-    while plans != (plans := len(run.plans) if isinstance(run, roundpipe_fx.CompiledModule) else 1):
+    known = -1
+    while known != _count_plans(run):
+        known = _count_plans(run)
         step(run, model, batch)
     for _ in range(2):
         model.zero_grad()
@@ -320,6 +321,10 @@ def measured(case: Case, way: _Way) -> dict[str, Any]:
         seconds.append(time.process_time() - begin)
     planned = run.plan.peak_bytes if isinstance(run, roundpipe_fx.CompiledModule) else None
     return {"bytes": peak, "planned": planned, "seconds": statistics.median(seconds[1:]), "first": first}
+
+
+def _count_plans(run: Callable[..., Any]) -> int:
+    return len(run.plans) if isinstance(run, roundpipe_fx.CompiledModule) else 0
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ _PARTS = (
         "Peak of the resident set above that before the step (in brackets what was planned), processor seconds of a "
         "step, and of the first one, which compiles, beside `torch.compile` with and without "
         "`activation_memory_budget`. The number is the budget; *as 0.5* has as many bytes for its budget as "
-        "`torch.compile` was measured to need with 0.5. What lies in blocks of less than 64 KiB may be in memory that "
-        "the process has already, so small models may show less than is planned. Empty cells were not measured.",
+        "`torch.compile` was measured to need with 0.5. The plan's are bytes that the allocator hands out; a small "
+        "model's resident set may grow by less. Empty cells were not measured.",
     ),
     _Part(
         "budget_curve",

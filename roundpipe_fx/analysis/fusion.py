@@ -26,6 +26,7 @@ from roundpipe_fx.ir.joint_graph import (
     is_seeded,
     is_tensor,
     is_view,
+    readers_behind_views,
     tensor_values,
     viewed,
 )
@@ -168,11 +169,9 @@ def is_virtual(node: fx.Node, phase: Phase) -> bool:
 
 def _readers(node: fx.Node, phase: Phase) -> Iterator[fx.Node]:
     """Operations of a phase that read a value, directly or through views; the graph's output, too."""
-    for user in node.users:
-        if user.op == "output":
-            yield user
-        elif user.meta.get(Mark.PHASE) is phase:
-            yield from _readers(user, phase) if is_view(user) else (user,)
+    return (
+        reader for reader in readers_behind_views(node) if reader.op == "output" or reader.meta.get(Mark.PHASE) is phase
+    )
 
 
 def _shares_kernel(node: fx.Node, reader: fx.Node) -> bool:

@@ -19,7 +19,7 @@ references to the storages see what is freed::
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,9 @@ _COMPILER = "torch._inductor.async_compile"
 """Imports from this module make kernels."""
 _ALLOCATES = "empty_strided_"
 
+Workspaces = Mapping[str, Callable[[fx.Node], int]]
+"""By an operator's name, the bytes that a call allocates beside its results, of a node with the call's operands."""
+
 
 class Layout(NamedTuple):
     """Sizes, strides, element type and device of a tensor that is passed in."""
@@ -44,20 +47,20 @@ class Layout(NamedTuple):
 
 
 def follow_wrapper(
-    code: str, inputs: Sequence[Any], workspace: Callable[[fx.Node], int], storages: Sequence[Sequence[int]]
+    code: str, inputs: Sequence[Any], workspaces: Workspaces, storages: Sequence[Sequence[int]]
 ) -> FollowedModule:
     """Run a wrapper without its kernels, and note what it allocates and frees.
 
     Args:
         code: Inductor's, of a module.
         inputs: what the function is called with: layouts of tensors, and numbers.
-        workspace: bytes that an operator's call allocates beside its results, of a node with the call's operands.
+        workspaces: of operators that allocate more than their results, by name.
         storages: for each input, the numbers of its storages, in the order in which they come in.
 
     Raises:
         Exception: whatever the code raises where it needs numbers that fake tensors do not have.
     """
-    events = _StorageEvents(workspace)
+    events = _StorageEvents(workspaces)
     # Fake tensors have sizes and storages, and no memory: a wrapper of 80 GB is followed on a laptop.
     with fake_mode():
         arguments: list[Any] = []
@@ -83,12 +86,12 @@ class _StorageEvents(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, workspace: Callable[[fx.Node], int]) -> None:
+    def __init__(self, workspaces: Workspaces) -> None:
         super().__init__()
         # An event before the first call: inputs that are freed at once die with it.
         self.operations = [FollowedOperation(-1, [], [], 0)]
         self.sizes: list[int] = []
-        self._workspace = workspace
+        self._workspaces = workspaces
         self._incoming = 0
         # Weak references: the wrapper alone decides how long a buffer lives.
         self._alive: dict[int, tuple[StorageReference, int]] = {}
@@ -124,7 +127,8 @@ class _StorageEvents(TorchDispatchMode):
                 self.sizes.append(storage.nbytes())
                 self._alive[storage._cdata] = StorageReference(storage), number
                 made.append(number)
-        workspace = self._workspace(_node_of_call(func, args, kwargs or {}, results))
+        of_call = self._workspaces.get(func.name())
+        workspace = 0 if of_call is None else of_call(_node_of_call(func, args, kwargs or {}, results))
         if made or workspace:
             self.operations.append(FollowedOperation(-1, [], made, workspace))
         return results

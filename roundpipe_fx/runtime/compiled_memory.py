@@ -123,7 +123,8 @@ def _follow_call(
     loops = opaque_loops(module, lambda body: _raise_if_called)
     try:
         code = inductor_code(module, examples, DECOMPOSITIONS, donated, dict(options))
-        return follow_wrapper(code, inputs, functools.partial(_workspace_of_call, workspaces), storages)
+        of_call = functools.partial(_workspace_of_call, workspaces)
+        return follow_wrapper(code, inputs, dict.fromkeys(workspaces, of_call), storages)
     except Exception as error:  # of code that reads numbers, or has constants
         log.warning(
             "the memory of %s cannot be read from Inductor's code: %s: %s", call.name, type(error).__name__, error
@@ -143,9 +144,6 @@ def _workspace_of_call(known: Mapping[str, int], call: fx.Node) -> int:
         known: bytes of the graph's calls, by signature; the most of an operator's calls, by its name.
         call: the call, as a node with the operands of the code.
     """
-    name = _operator_name(call)
-    if name not in known:
-        return 0
     signature = signature_of(call)
     if signature in known:
         return known[signature]
@@ -153,7 +151,7 @@ def _workspace_of_call(known: Mapping[str, int], call: fx.Node) -> int:
     if isinstance(call.target, torch._ops.OpOverload) and may_run_alone(call):
         devices = {value.device for operand in call.all_input_nodes for value in tensor_values(operand)}
         probe = probe_in_thread(call, devices.pop()) if len(devices) == 1 else None
-    return known[name] if probe is None else probe.workspace
+    return known[_operator_name(call)] if probe is None else probe.workspace
 
 
 def _raise_if_called(arguments: list[Any]) -> tuple[Any, ...]:

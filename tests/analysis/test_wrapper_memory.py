@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import fx
 
 from roundpipe_fx.analysis.liveness import Event, peak_of
 from roundpipe_fx.analysis.program_events import FollowedModule
-from roundpipe_fx.analysis.wrapper_memory import Layout, follow_wrapper
+from roundpipe_fx.analysis.wrapper_memory import Layout, Workspaces, follow_wrapper
 
 _BEFORE = """
 import torch
@@ -41,12 +39,10 @@ def _square(width: int) -> Layout:
     return Layout((width, width), (width, 1), torch.float32, torch.device("cpu"))
 
 
-def _followed(
-    body: str, *storages: int, workspace: Callable[[fx.Node], int] = lambda _: 0, width: int = 8
-) -> FollowedModule:
+def _followed(body: str, *storages: int, workspaces: Workspaces | None = None, width: int = 8) -> FollowedModule:
     lines = "\n".join(f"        {line.strip()}" for line in body.strip().splitlines())
     inputs = [_square(width) for _ in storages]
-    return follow_wrapper(f"{_BEFORE}{lines}\n{_AFTER}", inputs, workspace, [[storage] for storage in storages])
+    return follow_wrapper(f"{_BEFORE}{lines}\n{_AFTER}", inputs, workspaces or {}, [[storage] for storage in storages])
 
 
 def _peak(followed: FollowedModule, incoming: int) -> int:
@@ -101,12 +97,18 @@ def test_a_donated_input_is_the_result() -> None:
     assert not followed.sizes and followed.returns == [[0]]
 
 
+def _is_transposed(call: fx.Node) -> bool:
+    (operand,) = call.all_input_nodes
+    return operand.meta["val"].stride() == (1, 8)
+
+
 def test_operators_have_workspaces_and_several_results() -> None:
+    """Workspaces are of the layout that the code passes, not of the input's own."""
     followed = _followed(
         """
         (arg0_1, ) = args
         args.clear()
-        buf0 = torch.ops.aten.native_dropout.default(arg0_1, 0.5, True)
+        buf0 = torch.ops.aten.native_dropout.default(reinterpret_tensor(arg0_1, (8, 8), (1, 8), 0), 0.5, True)
         del arg0_1
         buf1 = buf0[0]
         buf2 = buf0[1]
@@ -115,7 +117,7 @@ def test_operators_have_workspaces_and_several_results() -> None:
         return (buf1, )
         """,
         0,
-        workspace=lambda call: 1000 if call.target is torch.ops.aten.native_dropout.default else 0,
+        workspaces={"aten::native_dropout": lambda call: 1000 if _is_transposed(call) else 0},
     )
     (_, operation) = followed.operations
     assert operation.workspace == 1000 and followed.sizes == [256, 64] and followed.returns == [[1]]
