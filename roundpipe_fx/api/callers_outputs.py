@@ -40,6 +40,8 @@ class CallersOutputs:
         self._droppable = joint.droppable - learned.held(graph)
         self._held = joint.droppable & learned.held(graph)
         self._reported: frozenset[int] = frozenset()
+        # Of a share of what can be reached, both ends are less, and the plan is mostly the same.
+        self._is_bounded = options.memory_budget == 0.0 or is_bounded_in_bytes(joint, options)
 
     @property
     def assumed_dropped(self) -> frozenset[int]:
@@ -124,9 +126,7 @@ class CallersOutputs:
             learned.steps.warn_of_held(output_bytes(joint, wrong), lowered.peak.bytes, budget)
             return
         gained = output_bytes(joint, self._droppable - joint.dropped)
-        # Of a share of what can be reached, both ends are less, and the plan is mostly the same.
-        bounded = is_bounded_in_bytes(joint, self._options) or self._options.memory_budget == 0.0
-        may_replan = bounded and learned.steps.replans and lowered.is_tight
+        may_replan = self._is_bounded and learned.steps.replans and lowered.is_tight
         if may_replan and budget is not None and gained > _WORTH_PLANNING * budget:
             learned.see_dropped(self._graph, self._droppable)
         elif self._droppable != self._reported:

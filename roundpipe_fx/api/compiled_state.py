@@ -133,7 +133,7 @@ class CompiledState:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.fullgraph:
             return self._compiled(*args, **kwargs)
-        return torch_private.keep_users_exceptions(self._compiled, [*self.original.modules()], *args, **kwargs)
+        return torch_private.keep_users_exceptions(self._compiled, self.original, *args, **kwargs)
 
     def for_generation(self, model: nn.Module) -> nn.Module:
         """The module whose ``generate`` is called for that of the compiled model."""

@@ -24,13 +24,11 @@ _OF_THE_CALL = ("Observed exception", "failed to bind arguments")
 """Beginnings of Dynamo's messages where the traced code raises an exception."""
 
 
-def keep_users_exceptions(
-    function: Callable[..., T], modules: Collection[nn.Module], /, *args: Any, **kwargs: Any
-) -> T:
+def keep_users_exceptions(function: Callable[..., T], model: nn.Module, /, *args: Any, **kwargs: Any) -> T:
     """Call a function that is compiled as one graph, and raise exceptions of the traced code unchanged.
 
     Args:
-        modules: modules whose tensors it may read, and whose attributes it may change.
+        model: a module whose tensors it may read, and whose attributes it may change, with all modules in it.
         *args: passed to the function.
         **kwargs: passed to the function.
     """
@@ -39,7 +37,7 @@ def keep_users_exceptions(
     try:
         return function(*args, **kwargs)
     except Unsupported as error:
-        raised = _raised_on_fakes(function, modules, args, kwargs)
+        raised = _raised_on_fakes(function, [*model.modules()], args, kwargs)
         # Dynamo refused the call for a reason of its own, and the run on fake tensors raised inside PyTorch: the user
         # gets Dynamo's error.
         if raised is None or not (str(error).startswith(_OF_THE_CALL) or _is_of_user(raised)):

@@ -404,11 +404,10 @@ class Pipeline:
         # Nothing is updated yet: no tensor of an offloaded model needs memory on the device while its microbatches are
         # captured.
         with self._mode.calling({}):
-            modules = [*self._model.modules()]
             keep = torch_private.keep_users_exceptions
             noting = [
                 functools.partial(
-                    call_explaining_breaks, self._model, keep, call.func, modules, *call.args, **call.keywords
+                    call_explaining_breaks, self._model, keep, call.func, self._model, *call.args, **call.keywords
                 )
                 for call in made.calls
             ]
