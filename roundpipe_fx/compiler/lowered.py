@@ -91,12 +91,12 @@ class Lowered:
         values = [value for node in self.joint.tangents for value in tensor_values(node)]
         return all(isinstance(size, int) for value in values for size in value.shape)
 
-    @property
+    @functools.cached_property
     def is_tiled(self) -> bool:
         """Return whether some operations run in tiles."""
         return any(isinstance(node.target, TileLoop) for node in self.joint.computed())
 
-    @property
+    @functools.cached_property
     def is_tight(self) -> bool:
         """Test for a plan that would be another one with more memory."""
         return self.recompute_seconds > 0 or self.is_tiled or bool(self.setting.context.host_copies)
