@@ -68,6 +68,7 @@ def around_compilations(
     budgeted = budget is not None
     trace_packed_sequences()
     with (
+        torch_private.rare_collections(),
         torch_private.dynamo_flags(pipelined),
         known_functions_in_graph(),
         torch_private.untraced_functions(frame.code) as untraced,

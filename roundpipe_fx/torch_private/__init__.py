@@ -22,6 +22,7 @@ from roundpipe_fx.torch_private.modes import *
 from roundpipe_fx.torch_private.modules import *
 from roundpipe_fx.torch_private.packed_tracing import *
 from roundpipe_fx.torch_private.random_branches import *
+from roundpipe_fx.torch_private.rare_collections import *
 from roundpipe_fx.torch_private.recurrence import *
 from roundpipe_fx.torch_private.sizes import *
 from roundpipe_fx.torch_private.structured_trace import *
