@@ -3,8 +3,8 @@
 python -m benchmarks.inductor_steps                                  # all models: takes long
 python -m benchmarks.inductor_steps --models ResNet "GPT-2, 1 K words"
 
-Each model is compiled both ways in one process, with one thread and an allocator that keeps what is freed. The ways take
-turns, so that what else the machine does slows both; a ratio is the median over rounds.
+Each model is compiled both ways in one process, with one thread and an allocator that keeps what is freed. The ways
+take turns, so that what else the machine does slows both; a ratio is the median over rounds.
 """
 
 from __future__ import annotations
