@@ -92,6 +92,13 @@ _PARTS = (
         "model's resident set may grow by less. Empty cells were not measured.",
     ),
     _Part(
+        "inductor_steps",
+        "Seconds of compiled stages",
+        "benchmarks.inductor_steps",
+        "The seconds of a step without a budget again, more precisely: both ways take turns in one process, with one "
+        "thread. Ratios below 1 are less time than with `torch.compile`.",
+    ),
+    _Part(
         "budget_curve",
         "Lower budgets, lower peaks",
         "benchmarks.budget_curve",

@@ -1,6 +1,13 @@
 """Rank plans: the transfers and texts that ranks compute once for each schedule of a pipeline, and compare.
 
-Ranks compare texts of batches, graphs and gradients, without addresses and numbers of devices.
+Each rank works out the transfers of all ranks, checks all of them, and keeps its own. So a schedule that cannot run is
+an error on every rank. Ranks compare texts of batches, graphs, orders and gradients. Equal code has equal text,
+whatever else a process has compiled: nodes and symbolic sizes are numbered, addresses and numbers of devices are left
+out. Shortened::
+
+    rank 0      add_12 = add(primals_1, 1)     zeros_like(add_12, device=cuda:0)     (s27, s53)
+    rank 1      add_7 = add(x, 1)              zeros_like(add_7, device=cuda:1)      (s5, s31)
+    both texts  %1 = add(%0, 1)                %2 = zeros_like(%1, device=cuda:)     (s:0, s:1)
 """
 
 from __future__ import annotations

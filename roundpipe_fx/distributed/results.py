@@ -1,4 +1,18 @@
-"""Results of a run: outputs that every rank of a pipeline gets, wherever they are computed, and sums of gradients."""
+"""Results of a run: outputs that every rank of a pipeline gets, wherever they are computed, and sums of gradients.
+
+The ranks that own a tensor get its gradient. The lowest rank that has computed one adds the others' to its own in the
+order of ranks, so the sum has the same bits in every run. A tensor that ranks 0, 1 and 3 read, and 0 and 1 own::
+
+    rank 0    g0 ─── + g1 ─── + g3 ── mean over replicas, if there are any ─┬─▶ the gradient
+    rank 1    g1 ──────┘        │                                           └─▶ the gradient
+    rank 3    g3 ───────────────┘
+
+    an output's source                             who has it          the other ranks of the pipeline get it
+    result of a stage, up to 64 bytes              the stage's rank    in the record at the end of the run
+    result of a stage, larger or of unknown size   the stage's rank    by a broadcast of its own
+    tensor of the model                            its lowest owner    by a broadcast of its own
+    a buffer's new value                           the stage's rank    never: they hold an expanded zero instead
+"""
 
 from __future__ import annotations
 

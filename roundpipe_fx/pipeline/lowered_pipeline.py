@@ -1,4 +1,16 @@
-"""A graph that was lowered for a pipeline: its steps, how it was cut, and which schedule runs it."""
+"""A graph that was lowered for a pipeline: its steps, how it was cut, and which schedule runs it.
+
+The lowered steps are those of one microbatch. Their schedule, and what leaves a device under it, are worked out for the
+number of microbatches of a step. What has to leave depends on the bytes of a run in which nothing does, so such a run
+is simulated first::
+
+    structure, steps ── make_schedule, validate ──▶ schedule
+    schedule ── simulate_time ──▶ bytes during each action ─┬─ offloads_within ─▶ values that leave for the host
+                                                            └─ choose_kept ─────▶ sharded parameters that stay gathered
+    schedule, both choices ── simulate_time ──▶ the timing and the peaks that are predicted
+
+With ``checkpoint="except_last"`` the last microbatch runs ``last`` and all others run ``main``, in one schedule.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""A pipelined graph: lowered and compiled for microbatches of one shape."""
+"""A pipelined graph: lowered and compiled for microbatches of one shape.
+
+A compiled module knows nothing of where its arguments come from: each has a source, and each result has a number. So
+stages with equal modules are compiled once. For ``(tanh(x @ w0.T) @ w1.T).sum()`` with primals w0, x and w1, cut behind
+the tanh::
+
+    action   arguments                              results
+    F0       primal 0, primal 1                     value 0: the tanh
+    F1       primal 2, value 0                      value 1: the loss, which is output 0
+    B1       primal 2, tangent 0, sum 2, value 0    value 2: sum 2 and the gradient of w1; value 3: that of value 0
+    B0       primal 1, sum 0, value 0, value 3      value 4: sum 0 and the gradient of w0
+
+Sums and gradients have the number of their primal here. ``sum 2`` is what earlier microbatches have added up to.
+"""
 
 from __future__ import annotations
 
@@ -135,6 +148,7 @@ def find_read_primals(programs: Sequence[PipelineProgram]) -> list[int]:
     """Inputs that programs read, update or return gradients of."""
     primals: set[int] = set()
     for program in programs:
+        # Updates and gradients go to an input even where no stage has it as an argument.
         primals.update(program.mutations.values())
         primals.update(gradient.primal for gradient in program.gradients if gradient.source is not None)
         sources = [*program.outputs, *(source for code in program.steps.values() for source in code.inputs)]

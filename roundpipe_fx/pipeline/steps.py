@@ -1,6 +1,16 @@
 """Steps: the stage modules of a lowered graph as the steps of a microbatch, with their order, seconds and bytes.
 
-Over processes, parameters that are sharded across replicas have their own costs.
+A step reads another one if an argument is its result. For ``x - mean`` in stage 0, a running mean that each microbatch
+updates, and the loss in stage 1 (sums of gradients are left out)::
+
+    step   arguments                        results                  reads     carried: of the microbatch before
+    F0     mean, x, w0                      new mean, x - mean, h              F0, since it computes the new mean
+    F1     w1, h                            loss                     F0
+    B1     w1, h, gradient of loss          gradients of w1 and h    F0
+    B0     x - mean, h, gradient of h       gradient of w0           F0, B1
+
+If F0 and F1 both draw random numbers, F1 reads F0 also where no value passes between them: draws keep the order of the
+program. Over processes, parameters that are sharded across replicas have their own costs.
 """
 
 from __future__ import annotations
@@ -83,6 +93,7 @@ def _find_carried_reads(
     writers = {lowered.forward.inputs[i]: maker.get(lowered.forward.results[o]) for o, i in lowered.updates.items()}
     carried: dict[StageAction, tuple[StageAction, ...]] = {}
     for step, module in modules.items():
+        # An input whose new value is another input has no step that writes it, so nothing is waited for.
         before = dict.fromkeys(writer for node in module.inputs if (writer := writers.get(node)) is not None)
         if before:
             carried[step] = tuple(before)

@@ -1,8 +1,15 @@
 """A pipeline run: executes the instructions of all microbatches of a step on all devices.
 
-Each worker executes the instructions of its device in order. It blocks only on its transport, for messages of other
-devices. If an exception is raised, the other workers stop before their next action, and the caller gets the exception
-unchanged.
+Each worker executes the instructions of its device in order. It waits for messages of other devices, for buffers that
+earlier microbatches update, and for the optimizer's updates of parameters that are read. For each instruction::
+
+    leave, exchange, reload   values leave for the host; weights change with the residency window; values come back
+    receive                   wait for the results of other devices
+    call                      the argument list, which the stage empties, has the last reference to each dying value
+    deliver                   pack messages, keep values, return outputs, add gradients to this device's sums
+    send                      hand over the messages, once arguments and results are no longer referred to here
+
+If an exception is raised, the other workers stop before their next action, and the caller gets the exception unchanged.
 """
 
 from __future__ import annotations
@@ -144,8 +151,7 @@ def run_pipeline(
         run.wait()
         interrupted = False
     except BaseException:
-        # An interrupt of the caller: workers may hold references to its tensors, so they are waited for before it goes
-        # on.
+        # An interrupt of the caller: workers may still refer to its tensors, so they are waited for.
         run.stop()
         run.wait()
         raise
@@ -296,8 +302,7 @@ class _PipelineRun:
         prefetch_steps = self._prefetch_steps[device] if self._prefetch_steps else {}
         offloads = self._offloads[device] if self._offloads else {}
         offloading = ValueOffloading(offloads, values, device_streams, self._offloaded[device])
-        # Order within an iteration: values leave, weights are exchanged, values come back, messages arrive, the stage
-        # runs, results go. Plans simulate exactly this order.
+        # Plans simulate exactly the order of this loop's body, which the module's docstring shows.
         for position, (instruction, call, unread) in enumerate(
             zip(instructions, self._calls[device], done_with, strict=True)
         ):
@@ -336,9 +341,8 @@ class _PipelineRun:
                 results = call(arguments)
             if code.see is not None:
                 code.see(results)
-            # Host tensors are freed between residency windows instead.
-            # Copies of the caller's tensors are freed behind their last reader on this device, not at the end of the
-            # step.
+            # Copies of the caller's tensors are freed behind their last reader on this device, those of host tensors
+            # between residency windows.
             for value in unread:
                 if id(value) not in self._on_host:
                     device_streams.drop(value)

@@ -1,4 +1,16 @@
-"""Costs of stage actions: the seconds and bytes that schedules are simulated with."""
+"""Costs of stage actions: the seconds and bytes that schedules are simulated with.
+
+A cost is that of one microbatch, whatever the schedule. The simulators of time (:mod:`roundpipe_fx.schedules.timing`)
+and of memory (:mod:`roundpipe_fx.schedules.memory`) enter it for each action. One microbatch on two devices with a
+stage each::
+
+    device 0        F0    ·    ·    ·    ·   B0    ·    seconds[F0], seconds[B0]
+    device 1         ·    ·   F1   B1    ·    ·    ·    transfer_seconds[F0, F1] before F1, [B1, B0] before B0
+    F0 runs         ███                                 peak_bytes[F0], the first time first_peak_bytes[F0]
+    its results          █████████████████████████      Held(maker=F0, readers=(F1, B0)) on device 0
+    received             ██████████                     the same bytes on device 1, which reads them in F1 only
+    gradients                                      ███  base_bytes[B0]: of parameters, to the end of the step
+"""
 
 from __future__ import annotations
 

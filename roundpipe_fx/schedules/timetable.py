@@ -1,4 +1,16 @@
-"""Schedules: the order in which each device runs its actions, as data; and runs of actions, of which they are made."""
+"""Schedules: the order in which each device runs its actions, as data, and the blocks that orders are built from.
+
+A schedule is printed and parsed as text. It is kept as one array per device, with a row for each action: the position
+of its kind in ``KINDS``, its stage and its microbatch. So orders are built and changed by operations on whole arrays.
+The second of two devices under 1F1B, with four stages and two microbatches::
+
+    run_of(1, 2, 4)                            [2, 3]
+    forward = block_of(FORWARD, [2, 3], 2)     F2.0 F3.0 F2.1 F3.1
+    backward = block_of(BACKWARD, [3, 2], 2)   B3.0 B2.0 B3.1 B2.1
+    order = pairs(forward, backward, 2)        F2.0 F3.0 B3.0 B2.0 F2.1 F3.1 B3.1 B2.1
+    its rows                                   [0, 2, 0] [0, 3, 0] [2, 3, 0] [2, 2, 0] …
+    the same in schedule.halves()              F2.0 F3.0 F2.1 F3.1 B3.0 B2.0 B3.1 B2.1
+"""
 
 from __future__ import annotations
 

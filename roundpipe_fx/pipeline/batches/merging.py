@@ -1,6 +1,16 @@
 """Merging: the outputs of all microbatches as one, with their types.
 
-Tensors are concatenated along dimension 0, losses averaged, and what is equal in all microbatches is returned once.
+Tensors are concatenated along dimension 0, losses summed with weights, and what is equal in all microbatches is
+returned once. For a batch of 5 rows, in microbatches of 3 and 2 whose losses have the weights 0.6 and 0.4::
+
+    logits    of shape (3, 5), (2, 5)         of shape (5, 5)
+    loss      1.0, 2.0                        1.4
+    tokens    7, 9: tensors of integers       16: counts have no weights
+    names     ["a", "b", "c"], ["d", "e"]     ["a", "b", "c", "d", "e"]: an item for each row
+    scale     the model's parameter, twice    the parameter
+    mode      "train", "train"                "train"; values that differ are an error
+    rows      3, 3: Python's integers         an error: it may count the rows of a microbatch
+
 What is not understood is an error that names ``merge_output``.
 """
 

@@ -1,9 +1,16 @@
 """A pipelined step: splits a batch into microbatches, runs them by a schedule, and merges their losses or outputs.
 
-First each microbatch is captured from a call of the compiled model, as a graph and its arguments; then the workers run
-all of them; then the results are returned to each call, so that buffers are updated and the model builds its own
-outputs. Gradients reach the parameters and inputs through autograd, so hooks run and ``.grad`` accumulates as usual;
-this happens after the whole step, so a step that fails leaves no gradients behind.
+Each microbatch is captured from a call of the compiled model before any of them runs. When all have run, the calls are
+made again and get the results, so that buffers are updated and the model builds its own outputs::
+
+    batch ── split ──▶ calls ── capture ──▶ graphs, arguments ── schedule ──▶ instructions ── run ──▶ results, gradients
+    batch's outputs ◀── merge ◀── outputs of each microbatch ◀── the same calls again ◀── results
+
+    forward_backward   one run of all actions; the losses are summed with weights; autograd gets the gradients last
+    forward            one run of all forwards; one of all backwards when autograd reaches the outputs
+
+Gradients reach the parameters and inputs through autograd, so hooks run and ``.grad`` accumulates as usual. This
+happens after the whole step, so a step that fails leaves no gradients behind.
 """
 
 from __future__ import annotations
@@ -217,15 +224,13 @@ class Pipeline:
             try:
                 captured, made, weights = self._captured(make, (args, kwargs), forwards_before_backwards=True)
             except NothingCompiled as uncomputed:
-                # No graph was compiled, so there are no stages to run: calling the model for each microbatch is the
-                # step.
+                # No graph was compiled, so there are no stages to run: a call for each microbatch is the step.
                 self._optimized.updates.synchronize()
                 made = make()
                 outputs = [uncomputed.output, *(call() for call in made.calls[1:])]
                 return self._mode.to_model(merge(outputs, self._splitting.outputs, made.weights, made.rows))
             training = any(program.tangents for program in captured.programs)
-            # Without incoming gradients no backward can follow. Nothing is saved, and the forwards alone are a complete
-            # run.
+            # Without incoming gradients no backward can follow: nothing is saved, and the forwards are a complete run.
             if not training:
                 finished = self._run(captured, [[] for _ in captured.programs], (ActionKind.FORWARD,), [])
                 outputs = self._model_outputs(captured, finished.outputs)
@@ -291,8 +296,7 @@ class Pipeline:
 
         agreed_on = batch, torch.is_grad_enabled()
         captured = self._mode.agreed(agreed_on, capture, self._scheduled, runs, self.settings.microbatches)
-        # A sum over samples adds up over microbatches as it is; a mean is weighted by each microbatch's share of the
-        # rows.
+        # A sum over samples adds up over microbatches as it is; a mean is weighted by a microbatch's part of the rows.
         added = any(graph.loss_reduction == "sum" for graph in captured.graphs)
         return captured, made[0], [1.0] * len(made[0].weights) if added else made[0].weights
 
@@ -312,8 +316,7 @@ class Pipeline:
             kwargs, labels = {**kwargs, "labels": labels}, None  # a model that takes its labels itself
         self._refuse_jagged((args, kwargs))
         splitting, count = self._splitting, self.settings.microbatches
-        # Labels are passed on because inputs and labels are split alike: a list may be one of samples by the size of
-        # the labels only.
+        # Labels are passed on since a list of inputs may be recognized as one of samples by the labels' size only.
         pieces = split_inputs(args, kwargs, count, splitting.inputs, self._names, labels, splitting.labels)
         check_batch_sizes(args, kwargs, labels, count, splitting.inputs, splitting.labels)
         targets = split_labels(labels, len(pieces), splitting.labels, (args, kwargs), splitting.inputs)
@@ -401,8 +404,7 @@ class Pipeline:
         devices = self._mode.worker_devices
         if devices and devices[0].type != "cpu":
             self._workers_on(devices)  # before a plan is made for the memory that is free
-        # Nothing is updated yet: no tensor of an offloaded model needs memory on the device while its microbatches are
-        # captured.
+        # Nothing is updated yet: no tensor of an offloaded model needs memory on the device during the capture.
         with self._mode.calling({}):
             keep = torch_private.keep_users_exceptions
             noting = [
@@ -429,8 +431,7 @@ class Pipeline:
         """
         outputs, kept = [], []
         count = len(captured.calls)
-        # The same memory can be read by the model's Python code after the graph, so it has to see buffers as the step
-        # has updated them.
+        # The model's Python code behind the graph may read buffers, and has to see them as the step has updated them.
         updated = {
             id(of_batch[position]): of_batch[position]
             for program, of_batch in zip(captured.programs, captured.primals, strict=True)
@@ -438,8 +439,7 @@ class Pipeline:
         }
         with self._mode.calling(updated):
             for index, (call, of_batch) in enumerate(zip(captured.calls, results, strict=True)):
-                # Detached: the user's code behind the graph must not extend an autograd graph that the step does not
-                # know.
+                # Detached: the user's code behind the graph must not extend an autograd graph unknown to the step.
                 returned = [value.detach() if isinstance(value, torch.Tensor) else value for value in of_batch]
                 with return_results(returned, functools.partial(check_unchanged, captured, index)):
                     output = call()

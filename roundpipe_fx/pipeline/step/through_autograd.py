@@ -1,7 +1,12 @@
 """A pipelined step as one function of autograd: all forwards when called, all backwards when differentiated.
 
 What autograd sees is a single node, from the parameters and inputs to every microbatch's outputs. When autograd reaches
-it, all incoming gradients are known, and the backwards of all microbatches run as scheduled.
+it, all incoming gradients are known, and the backwards of all microbatches run as scheduled. For two microbatches whose
+outputs 0 and 2 are differentiated::
+
+    parameters, inputs ──▶ run([[], []], None) ────────────────────────────▶ o0.0, o0.2, o1.0, o1.2    all forwards
+                                │ values that the backwards read
+    their gradients ◀───── run([[g0.0, zeros], [g1.0, g1.2]], values) ◀───── g0.0, None, g1.0, g1.2    all backwards
 
 A pipeline's plan knows the microbatches of one call. If a step makes several calls before a backward, each device holds
 the saved values of all of them, which no plan has counted. The user is warned once.
