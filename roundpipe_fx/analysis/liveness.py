@@ -1,7 +1,12 @@
 """Liveness: bytes that are alive while events allocate and read storages.
 
 A storage lives from the event that allocates it until its last reader, or to the end if the caller holds it. During an
-event its operands and its results are alive.
+event its operands and its results are alive::
+
+    event                  a   b   c   workspace     while it runs                     when it is over
+    a = f()                4                         4                                 4
+    b = relu(a)            4   4                     8; 4 if b is written over a       4: a was read for the last time
+    c = g(b)                   4   1   2             7                                 1: c lasts
 """
 
 from __future__ import annotations
@@ -127,7 +132,10 @@ def _last_uses(
     lasting: Collection[int],
     arriving: Mapping[int, Collection[int]],
 ) -> dict[int, int]:
-    """By storage, the position where it dies: -1 if it is never read, the number of events if it lives to the end."""
+    """By storage, the position where it dies: the number of events if it lives to the end.
+
+    -1 for one that is alive before and never read. Others that are never read die where they are allocated.
+    """
     last = dict.fromkeys(before, -1)
     for position, arrived in arriving.items():
         last.update(dict.fromkeys(arrived, position))
@@ -173,6 +181,7 @@ def _levels(
             reuse_scope[storage] = event.reuse_scope
         written = None
         for storage in event.inplace_candidates:
+            # The result was counted above, and takes over this memory: of the two only one counts.
             if last.get(storage) == position and storage in reuse_scope and reuse_scope[storage] == event.reuse_scope:
                 written = storage
                 live -= counted[storage]
@@ -183,6 +192,7 @@ def _levels(
             workspace = allocator.take(_WORKSPACE, workspace, event.stream)
             allocator.give_back(_WORKSPACE)
         during = live + workspace
+        # Deaths come last: an operand is alive until its last reader is over.
         for storage in dying[position]:
             if storage != written:
                 live -= counted[storage]

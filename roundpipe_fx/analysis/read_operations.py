@@ -1,4 +1,17 @@
-"""Reads operations and storages off a joint graph with segments and stages."""
+"""Operations and storages, read off a joint graph with segments and stages.
+
+Storages are numbered as they are met: incoming gradients, then results in the order of the forward, then those of the
+backward, last segment first. Parameters and the user's inputs are ``OUTSIDE``: their bytes are not counted::
+
+    node                           operation   reads    makes
+    w, v, x: inputs                                               OUTSIDE
+    dy: an incoming gradient                                      s0, which no operation makes
+    mm = x @ w                     0                    s1
+    view = mm.view(2, 3, 4)                                       the same storage, s1: a view is no operation
+    tanh = tanh(view)              1           s1       s2        may overwrite s1 if that dies here
+    y = tanh.view(6, 4) @ v        2           s2       s3        an output, alive whatever is planned
+    dv = tanh.view(6, 4).t() @ dy  3           s2, s0   s4
+"""
 
 from __future__ import annotations
 
@@ -276,6 +289,8 @@ def _hold_at(
             spans[number] = min(first, operation.segment), max(last, operation.segment)
         owner.update((storage, path) for storage in operation.makes if storage in must_recompute)
         for storage in operation.reads:
+            # A reader outside of the maker's innermost checkpoint runs after that has been left, so the storage belongs
+            # to the outer one that contains both. Makers come before readers, so the owner is known here.
             if storage in owner:
                 begins |= {storage} if len(path) > len(owner[storage]) else set()
                 # The innermost common checkpoint of maker and readers: the common prefix of their paths.

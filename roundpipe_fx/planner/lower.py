@@ -1,4 +1,19 @@
-"""Lowering on one device: a captured joint graph through passes, planner and emission to programs and their plan."""
+"""Lowering on one device: a captured joint graph through passes, planner and emission to programs and their plan.
+
+Within a budget these steps follow each other until there is a plan. An output that the caller drops takes no memory in
+the backward, and one that the caller does not read is not computed; the step may prove either assumption wrong::
+
+    passes that rewrite the graph
+    a plan from the cache                    its marks and its schedule are written into the graph, without a search
+    passes that only mark nodes
+    a search, or a sequence of rotor's       nothing more is tried for a sequence
+    a search for the refusal's least bytes   if the budget was a fraction
+    a search with ``droppable`` outputs      dropped before the backward; left out where only the next may do
+    a search with ``may_be_unread`` outputs  dropped without being read
+    a refusal                                with the least bytes of the last search
+
+Without a budget nothing is searched for: a save policy decides, or there is no backward.
+"""
 
 from __future__ import annotations
 
@@ -330,7 +345,8 @@ def _emit_cached(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Low
         if sorted(joint.unread) != [*cached.unread]:
             raise ValueError(f"of its unread outputs, {[*cached.unread]}, only {sorted(joint.unread)} can be left out")
     joint = dataclasses.replace(mark_as_cached(joint, cached.marks), dropped=frozenset(cached.dropped))
-    # Copies are made as in planning: nodes that passes add to them are named by what else has been there.
+    # Copies are made as in planning: nodes that passes add to them are named by what else has been there. The schedule
+    # refers to nodes by these names.
     whole = (
         setting.with_decisions(everything_saved=True).run(joint.copy(), PassLevel.STAGED) if cached.shared else joint
     )

@@ -2,7 +2,19 @@
 
 A transformer of 28 layers has one class of 28 MLP regions, one of 28 attention regions and one of the loss head. For a
 plan that does not fit, :meth:`RegionClasses.find_class_at_peak` picks the class that contributes most bytes to the
-peak. Plans that were refused are remembered here, so none is searched for twice.
+peak, of the classes found so far. Regions are looked for from the widest value at the peak down, until a class
+contributes something. In GiB::
+
+    alive at the first peak     logits 4.0, inner values of 28 MLPs 14.0, x 0.1     the loss head: no MLP is known yet
+    with the head in tiles                  inner values of 28 MLPs 14.0, x 0.1     the MLPs
+
+Plans that were refused are remembered here, so none is searched for twice. For one tiling::
+
+    budget 4      refused before any search: a single operation needs 5         remembered: 5
+    budget 3      refused at once: 5
+    budget 10     refused after the search: the lowest peak is 12               remembered: 12
+    budget 11     refused at once: 12
+    budget 13     nothing is searched for: the plan with that peak fits
 """
 
 from __future__ import annotations
@@ -217,6 +229,7 @@ class RegionClasses(Generic[E]):
         # A region has no value much wider than its widest, so narrower regions are searched for only if wider ones hold
         # nothing.
         for width in sorted({elements(value) for value in values} | {0}, reverse=True):
+            # All regions found so far are among these: a narrow class that is known is compared with the wide ones.
             classes = group_by_class(self._regions.as_wide_as(width))
             held = self._held_bytes_by_class(bottleneck, running, classes, done)
             if (by_vocabulary and (done or not held)) or any(
@@ -331,6 +344,7 @@ def _held_bytes(
             class_of.setdefault(name, region_class)
     held: dict[RegionClass, int] = {}
     for name, size in bottleneck.live:
+        # Values that no region makes stay whole with any tiles, however many bytes they have.
         if name in class_of:
             held[class_of[name]] = held.get(class_of[name], 0) + size
     if bottleneck.operation is not None:

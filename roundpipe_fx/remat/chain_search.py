@@ -3,6 +3,14 @@
 Each segment's frontier gives its options; the chain of segments with these options is solved for every amount of
 memory; each distinct solution becomes a schedule, and the simulator computes its true peak. This corrects what the
 solver rounded or did not see (values that skip over segments, storages that die early) before anything is chosen.
+
+Each simulation takes time, so only some solutions are simulated: a few that are spread evenly over all, and those that
+a bisection between two candidates comes to once the limit is known. For 10 GiB::
+
+    solutions, by the chain's seconds    0.0     0.1     0.2     0.3     0.4
+    simulated by the search: GiB         12.0                            9.0     the limit is between these
+    the middle                                           10.5                    over it: go on with more seconds
+    the middle of what is left                                   9.6             within it, and quicker than 0.4
 """
 
 from __future__ import annotations
@@ -112,6 +120,8 @@ def search(blocks: Blocks, most: int = _LEVELS, kept: SimulatedSchedule | None =
 def nested_slots(chain: SegmentChain) -> int:
     """Number of memory slots where recomputation is nested."""
     fewest, finest = _NESTED_SLOTS
+    # Tables have segments² × slots entries. With a constant product of slots and segments they grow linearly with the
+    # chain.
     return min(max(_NESTED_WORK // len(chain.stages), fewest), finest)
 
 
@@ -121,7 +131,6 @@ def refine(blocks: Blocks, result: SearchResult, limit: int) -> list[SimulatedSc
     Only candidates between their neighbours in both peak and seconds are taken. So as limits fall, each refined on its
     own, peaks never rise and seconds never fall. Below the lowest peak, the solutions for the least memory are tried,
     the same ones for every limit.
-    # A constant product of slots and segments, so solving time does not grow with the square of the chain's length.
     """
     candidates = list(result.candidates)
     # Below every candidate: all that is left are the solutions with the least memory, judged by simulation.
@@ -132,10 +141,11 @@ def refine(blocks: Blocks, result: SearchResult, limit: int) -> list[SimulatedSc
     if not at:
         return candidates
     over, within = candidates[at - 1], candidates[at]
-    # Bisection in seconds, between the neighbours of the limit. Invariant: over.peak > limit >= within.peak.
     between = result.points
     inserted = []
     for _ in range(_HALVINGS):
+        # Bisection in seconds, between the neighbours of the limit. Invariant: over.peak > limit >= within.peak. A
+        # solution whose simulation is not between both in peak and seconds is left out, and the next one is tried.
         between = [point for point in between if over.seconds < point.seconds < within.seconds]
         if not between:
             break

@@ -4,6 +4,15 @@ A sequence says for each segment, in the forward and each time it is rerun befor
 its backward needs is kept, or its input, or nothing. That is a choice of kept and held values, which is simulated like
 any other. Where the simulation exceeds the limit (values that skip over segments, gradients so far), another sequence
 is computed for a lower limit.
+
+Three segments that keep their inputs, where x_i is all that crosses into segment i::
+
+    Fc_0 Fc_1 Fc_2 L Fe_2 B_2     kept from the first forward on: x_1, x_2, and what the backward of 2 needs of 2
+    Fe_1 B_1                      held for the backward of 1: what it needs of 1
+    Fe_0 B_0                      held for the backward of 0: what it needs of 0
+
+    limit 100                     the sequence for 100 is simulated to peak at 112, so the next one is for 88
+                                  the sequence for 88 peaks at 99, and is followed
 """
 
 from __future__ import annotations
@@ -117,15 +126,16 @@ def _choice(graph: OperationGraph, save_options: list[SaveOption], sequence: Seq
     pending: set[int] = set()
     before_loss = True
     for operation in sequence:
-        # F_all of layer i: everything its backward needs. F_ck: its input. What runs before the loss is kept from the
-        # first forward on, what runs later is held for some backward.
+        # Both keep their input, and F_all of layer i also everything its backward needs. What runs before the loss is
+        # kept from the first forward on, what runs later is held for some backward.
+        if isinstance(operation, ForwardEnable | ForwardCheck):
+            pending |= storages_live_across(graph, 0, operation.index)
         if isinstance(operation, ForwardEnable):
             index = operation.index
             pending |= save_options[index].saved | storages_live_across(graph, index, index + 1)
-        elif isinstance(operation, ForwardCheck):
-            pending |= storages_live_across(graph, 0, operation.index)
         elif isinstance(operation, Backward):
-            # The first Backward after the loss ends the first forward.
+            # The first Backward after the loss ends the first forward. A later run is made for the backward that comes
+            # next: what the run adds is held from that one on.
             if before_loss:
                 kept, before_loss = pending, False
             else:

@@ -1,7 +1,15 @@
 """Learned steps: the calls that made up earlier steps, and the memory that the next plans must leave for other calls.
 
-The first step is planned as if each call were alone. If several calls were alive at once and together exceed the
-budget, a warning says so once, and the next plans are made for steps like that one.
+The first step is planned as if each call were alone; one that is known to have several graphs, as if all were like
+the graph that is planned. If several calls were alive at once and together exceed the budget, a warning says so once,
+and the next plans are made for steps like that one. For a budget of 10 GiB::
+
+    first plan      8 while the forward runs, 6 of them saved; 3 more while the backward runs: 6 + 3 = 9
+    first step      forward, forward, backward, backward; the first backward peaks: 6 + 6 + 3 = 15
+    next plan       for two calls: 3 saved, and 4 more while the backward runs, which recomputes: 3 + 3 + 4 = 10
+
+If a step has several graphs, :meth:`LearnedSteps.split_budget` chooses a footprint for each of them first. Then each is
+planned anew, with these for the others.
 """
 
 from __future__ import annotations
@@ -174,6 +182,7 @@ class LearnedSteps:
         # Equal kinds are learned once; a model with ever new kinds of steps (a recurrent loop of random length) stops
         # at a limit.
         new = step.kind not in self._steps and len(self._steps) < _MOST
+        # A fraction is of the range of peaks that all graphs can reach together, which no plan knew before this step.
         over = peak > budget and new and not (first and isinstance(self._asked, float))
         if not budgets or not (over or outside or first):
             return

@@ -1,7 +1,15 @@
 """The segments of a graph as the stages of a chain, and what the chain's decisions mean for the graph.
 
 A segment's options are the vertices of its frontier, the one with the fewest bytes at several rematerialization levels.
-A :class:`SaveOption` records what an option saves.
+A :class:`SaveOption` records what an option saves. Decisions about a chain of four segments, as a program makes them::
+
+    before   at   decision        kept from the first forward on
+    -        0    run on to 2     what 0 and 1 make and 2 or 3 reads
+    -        2    option 0        what this option of 2 saves, and what 2 makes and 3 reads
+    -        3    option 1        what this option of 3 saves
+                                  held for the backwards of 1 and 0, which follow those of 3 and 2
+    1        0    option 0        what this option of 0 saves, and what 0 makes and a later segment reads
+    1        1    backward        nothing: it recomputes just in time what it needs of 1
 """
 
 from __future__ import annotations
@@ -97,6 +105,7 @@ def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
     frontiers = drop_over_region_budget(graph, frontiers)
     available = set(graph.always_live)
     for segment, savings in progress(enumerate(frontiers), "the backward of each segment", graph.segments):
+        # What leaves the segment counts as held by each of its options, whether the backward reads it or not.
         leaving = storages_live_across(graph, segment, segment + 1)
         options: list[tuple[SaveOption, ChainStageOption]] = []
         for index, saving in enumerate(savings):

@@ -1,4 +1,17 @@
-"""The body of a tile loop: the operations of a region on one tile of its rows."""
+"""The body of a tile loop: the operations of a region on one tile of its rows.
+
+Take the gradient of w2 in y = tanh(x·w1)·w2, where x has 96 rows, in 5 tiles. Four tiles have 20 rows and the last one
+has 16, so there are two bodies. The one for 20 rows::
+
+    body(x[20, 4], w1[4, 64], dy[20, 4], dw2_sum[64, 4])    operands first: rows of x and dy, all of w1; then the sums
+        h = x @ w1                                          [20, 64]: wide values exist for one tile at a time
+        a = tanh(h)
+        add_product_to(dw2_sum, aᵀ, dy)                     dw2 has no rows: it is the sum over tiles, added to in place
+        return ()                                           the tile's parts of results that have rows: here are none
+
+Rows in several dimensions are one dimension outside of the body: x[2, 48, 4] is passed as x[20, 4], and the body views
+it as [1, 20, 4], since its operations expect three dimensions.
+"""
 
 from __future__ import annotations
 
@@ -287,6 +300,7 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
             values[node] = call(node, add, totals[node], values[node])
     parts = []
     for node in divided.results:
+        # Sums are not returned: they are written in place.
         if node in sums:
             continue
         part = values[node]
@@ -384,6 +398,7 @@ def _workspace(graph: fx.Graph, costs: BodyCosts) -> int:
     returned: set[int] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
+            # Operands and sums are values of the graph that the loop is in, where they are counted.
             numbers.give(node, [OUTSIDE] * len(tensor_values(node)))
         elif node.op == "output":
             returned = {storage for source in node.all_input_nodes for storage in numbers.of(source)}

@@ -1,4 +1,15 @@
-"""Growth of a tile region: from one wide value on, its makers and readers join that work on each row alone."""
+"""Growth of a tile region: from one wide value on, its makers and readers join that work on each row alone.
+
+From h in an MLP, with its rows in dimension 0; the region ends at values that are narrow::
+
+    x[96, 4] ──▶ mm ──▶ h[96, 64] ──▶ tanh ──▶ a[96, 64] ──▶ mm ──▶ y[96, 4]
+      narrow     ▲          wide                  wide       ▲        narrow
+                 w1[4, 64], read whole by every tile         w2[64, 4]
+
+The operands and results of an operation share its labels, so the rows of one give the rows of the others. The backward
+joins the same way: of dw2 = aᵀ·dy, rows are dimension 1 of aᵀ and 0 of dy, and dw2 has none: it is the sum over tiles.
+A region saves the bytes of h, a and their gradients, less those of values with rows at its border: x, xᵀ, y and dy.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +87,7 @@ class Growth:
         while waiting:
             value = waiting.pop()
             for node in self._neighbours(value):
+                # A refusal is final: positions of rows are added and never changed, and each one allows less.
                 if node in self.members or node in refused:
                     continue
                 if not self._join(node):
@@ -142,14 +154,14 @@ class Growth:
 
     def _is_halfway(self, value: fx.Node, node: fx.Node) -> bool:
         """Return whether a sum over tiles, of what a node reads or makes, would be read before all tiles are added."""
+        # A sum over the tiles (a bias gradient) is complete only after the loop. Readers in the same phase would see
+        # part of it.
         phase = node.meta[Mark.PHASE]
         made = value if value.target is not operator.getitem else value.args[0]
         if made is not node:
             return value in self.members and value not in self.whole and value.meta[Mark.PHASE] is phase
         return any(user in self.members and user.meta[Mark.PHASE] is phase for user in value.users)
 
-    # A sum over the tiles (a bias gradient) is complete only after the loop. Readers in the same phase would see part
-    # of it.
     def _close(self) -> bool:
         """Take in what lies between members of one phase; whether all of it works row by row."""
         for phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -158,12 +170,12 @@ class Growth:
                 return False
         return True
 
-    # The mean's gradient, 1 / n, is scaled and expanded before it is wide: these few operations belong to the loop, so
-    # the wide gradient never exists.
     def _trace_back(self) -> None:
         """Take in the way from one scalar incoming gradient to the region: its scaling, and spreading over rows."""
         joined = True
         while joined:
+            # The mean's gradient, 1 / n, is scaled and expanded before it is wide: these few operations belong to the
+            # loop, so the wide gradient never exists. Each round goes one operation up, until nothing joins.
             joined = False
             backward = [node for node in self.members if node.meta[Mark.PHASE] is Phase.BACKWARD]
             for source in [source for node in backward for source in node.all_input_nodes]:
