@@ -152,7 +152,7 @@ class ProcessPipeline(Local):
             microbatches: into how many a batch is split at most.
 
         Raises:
-            NewlyShown: steps have shown something to some rank that its plans do not take into account.
+            NewObservations: steps have shown something to some rank that its plans do not take into account.
             UnequalMicrobatchesError: microbatches of this pipeline, or of a replica, do not fit together.
             RanksDifferError: ranks differ in options, batch, graph or plan.
             RemoteError: another rank has failed.

@@ -215,7 +215,7 @@ class RegionClasses(Generic[E]):
     def find_class_at_peak(
         self, unmet: Unmet, tiles: Collection[RegionClass], done: Collection[RegionClass], by_vocabulary: bool
     ) -> RegionClass | None:
-        """Pick the class that contributes most bytes to the peak; ``None``: none contributes.
+        """Pick the class, of those found so far, that contributes most bytes to the peak; ``None``: none contributes.
 
         Args:
             tiles: the tiled classes; they take precedence over others with the same operations.
