@@ -294,4 +294,7 @@ def _is_grouped_eagerly(call: fx.Node, key: fx.Node, value: fx.Node, sources: It
     windows = [node for node in sources if pure_operation(node) in ("sub", "floordiv", "floor_divide")]
     if names.keys() - examples.keys() or any(_has_number(node, length) for node in windows):
         return False
+    # A mask of blocks (of images) that is joined to the causal one may change nothing, but there is a mask eagerly.
+    if any(pure_operation(node) in ("or", "logical_or") for node in sources):
+        return False
     return bool(rule(**{name: examples[name] for name in names}))

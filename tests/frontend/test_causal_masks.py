@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import roundpipe_fx
+from benchmarks.small_models import small_batch, small_model
 from roundpipe_fx.frontend import capture
 from roundpipe_fx.frontend.causal_masks import leave_out_causal_masks
 from tests import hugging_face
@@ -455,6 +456,15 @@ def test_masks_that_eager_makes_too_have_its_bits(name: str) -> None:
     model, batch = _decoder("mistral", **sizes), _batch(**inputs)
     step, _ = compiled_step(model, batch, stages=2)
     assert_bitwise(step, eager_step(model, batch))
+
+
+def test_a_mask_joined_with_blocks_has_the_bits_of_eager() -> None:
+    """Gemma 4's text masks allow for blocks of images also where there are none, and keys are grouped."""
+    model, config = small_model("causal", "gemma4_unified")
+    batch = small_batch("causal", config)
+    expected = eager_step(model, batch)
+    step, _ = compiled_step(model, batch, stages=2)
+    assert_bitwise(step, expected)
 
 
 @pytest.mark.long
