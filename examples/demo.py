@@ -1,7 +1,7 @@
 """Train a small Qwen3 mixture of experts on the CPU three ways, and compare.
 
-Eager, Hugging Face's own checkpointing (``torch.utils.checkpoint`` per layer), and roundpipe_fx: the same model, the
-same bytes of text, the same seeds. Every figure in the table is measured in this run.
+The three are eager PyTorch, Hugging Face's own checkpointing (``torch.utils.checkpoint`` per layer), and roundpipe_fx,
+with the same model, the same bytes of text and the same seeds. Every figure in the table is measured in this run.
 """
 
 from __future__ import annotations

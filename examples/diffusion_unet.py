@@ -1,4 +1,4 @@
-"""Train a U-Net of diffusers to remove noise from images, with and without a budget: the same losses in less memory.
+"""Train a U-Net from diffusers to remove noise from images, with and without a budget: the same losses in less memory.
 
 python examples/diffusion_unet.py        (needs diffusers: pip install diffusers)
 """

@@ -1,12 +1,13 @@
-"""Fine-tune a language model that is larger than the GPU: it stays on the host, and each step brings it by stages.
+"""Fine-tune a language model that is larger than the GPU: it stays on the host, and is copied stage by stage.
 
 python examples/finetune.py --model FOLDER --data FILE [--device cuda:0] [--lora RANK] [--resume]
 
-FOLDER is what ``save_pretrained`` writes or a snapshot from the Hugging Face Hub, FILE is text. Weights are bfloat16
-on the host; AdamW works there on float32 copies, stage by stage beside the backward. With ``--lora`` the weights are
-frozen and adapters are trained. OUT gets losses.csv, losses.png, the trained model (or its adapters) in OUT/model, and
-checkpoints that ``--resume`` goes on from with the same bits. A checkpoint is copied between two steps and written
-beside the next ones; a host that has no memory for the copy waits until it is written.
+FOLDER is a folder that ``save_pretrained`` has written, or a snapshot from the Hugging Face Hub; FILE is a text file.
+Weights are bfloat16 on the host, where AdamW updates float32 copies of them, stage by stage during the backward. With
+``--lora`` the weights are frozen and adapters are trained. The folder OUT receives losses.csv, losses.png, the trained
+model (or its adapters) in OUT/model, and checkpoints from which ``--resume`` continues with the same bits. A checkpoint
+is copied between two steps and written during the next ones; if the host has no memory for the copy, training waits
+until the checkpoint is written.
 """
 
 from __future__ import annotations

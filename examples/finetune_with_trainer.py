@@ -1,8 +1,8 @@
-"""Fine-tune a language model with Hugging Face's Trainer, within a memory budget: one line more than without.
+"""Fine-tune a language model with Hugging Face's Trainer, within a memory budget: one additional line.
 
 python examples/finetune_with_trainer.py [--model FOLDER] [--text FILE] [--budget 2GiB]
 
-Without a folder a small GPT-2 with random weights is trained on the text of Python's own help.
+Without a FOLDER, a small GPT-2 with random weights is trained; without a FILE, the text is Python's own help.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""One step of a Llama on one sequence as long as the device takes: its loss, its peak, and how long it takes.
+"""Run one step of a Llama on a long sequence, and print its loss, its peak memory and its seconds.
 
 python examples/long_sequence.py --tokens 131072 [--budget 60GiB] [--host 256GiB] [--layers 16] [--width 2048]
 
-The shape is that of Llama 3.2 1B, with random weights. What is wide is computed in tiles, what is cheap is recomputed,
-and on a GPU what takes long to compute again, as attention's outputs, waits on the host. The model returns its loss
-alone: logits of a million rows would be 250 GiB.
+The shape is that of Llama 3.2 1B, with random weights. Wide values are computed in tiles, and cheap ones are
+recomputed. On a GPU, values that take long to recompute, such as attention's outputs, are offloaded to the host. The
+model returns only its loss: the logits of a million rows would take 250 GiB.
 """
 
 from __future__ import annotations

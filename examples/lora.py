@@ -1,8 +1,8 @@
-"""Adapters of a frozen model: planned on paper first, then trained within the planned bytes.
+"""Train adapters of a frozen model: plan the step without memory first, then train within the planned bytes.
 
 python examples/lora.py [--layers 4] [--width 256] [--steps 10] [--out adapters]
 
-For a base with integers as weights, and a GPU that is not there:
+For a base model with quantized weights, and a GPU that this machine does not have:
 roundpipe-fx fit CONFIG --lora r=16,targets=all-linear --quantize nf4 --optimizer AdamW --device "RTX 4090".
 """
 

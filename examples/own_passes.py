@@ -1,4 +1,4 @@
-"""Passes of your own: saved activations are cast to bfloat16, and the size of each graph is printed.
+"""Add passes of your own: one casts saved activations to bfloat16, another prints the size of each graph.
 
 python examples/own_passes.py
 """

@@ -1,6 +1,6 @@
-"""A Llama as a pipeline: two workers, four microbatches, a memory budget for each worker.
+"""Train a Llama as a pipeline, with two workers, four microbatches and a memory budget for each worker.
 
-python examples/pipeline.py                          two workers on the CPU, which divide its cores
+python examples/pipeline.py                          two workers on the CPU, which share its cores
 python examples/pipeline.py --devices cuda:0 cuda:1
 """
 

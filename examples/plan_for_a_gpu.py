@@ -1,9 +1,9 @@
-"""What a GPU that is not there can train: the lowest peak of each sequence length, and what half of the GPU costs.
+"""Plan for an absent GPU: by sequence length, the peak without recomputation, the lowest peak and its recomputation.
 
 python examples/plan_for_a_gpu.py [--device "RTX 4090"] [--layers 16] [--width 1024]
 
-Nothing is run, and no memory is allocated for the model. The command line does the same for any configuration of
-Hugging Face's: roundpipe-fx fit CONFIG --device "RTX 4090" --sequence 4096.
+Nothing is run, and no memory is allocated for the model. The command line does the same for any configuration from
+Hugging Face: roundpipe-fx fit CONFIG --device "RTX 4090" --sequence 4096.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 examples/processes.py --steps 20 --folder /tmp/trained
     torchrun --nproc-per-node 4 examples/processes.py --replicas 2
 
-The model is built without memory. Each rank initializes and trains the parameters of its own stages. Replicas of the
-pipeline train on rows of their own, and average gradients.
+The model is built without allocating memory. Each rank initializes and trains the parameters of its own stages.
+Replicas of the pipeline train on different rows, and average their gradients.
 """
 
 from __future__ import annotations
