@@ -275,9 +275,43 @@ def _indexed(operation: _Operation) -> IndexForm | None:
     source, index = operation.node.args
     index = index if isinstance(index, tuple) else (index,)
     if any(isinstance(item, fx.Node | list) for item in index):
-        return _constant_of_other_shape(operation)
+        is_whole = len(index) == source.meta["example_value"].dim()
+        return _constant_of_other_shape(operation) or (_gathered(operation, source, index) if is_whole else None)
     value = source.meta["example_value"]
     return _remapped(operation.form(source), lambda form: _sliced(form, index, value.dim()))
+
+
+def _gathered(operation: _Operation, source: fx.Node, index: Sequence[Any]) -> IndexForm | None:
+    """Indexing by tensors of whole numbers, one for each dimension, which are broadcast: ``positions[batch, column]``.
+
+    If ``positions[i, j]`` is ``j + 1`` and ``column[k]`` is ``2 * k``, the result at ``k`` is ``2 * k + 1``.
+    """
+    indices: list[Affine | None] = []
+    for item in index:
+        value = item.meta["example_value"] if isinstance(item, fx.Node) else None
+        if not isinstance(value, torch.Tensor) or value.dtype not in _COUNTING or not operation.broadcasts(item):
+            return None
+        form = operation.form(item)
+        # Negative numbers count from the end.
+        if not isinstance(form, Affine) or _bounds(form, value.shape)[0] < 0:
+            indices.append(None)
+        else:
+            indices.append(_flat(form, value.shape))
+
+    def compose(form: Affine) -> Affine | None:
+        slopes, offset = [0] * operation.result.dim(), form.offset
+        for slope, of_index in zip(form.slopes, indices, strict=True):
+            if not slope:  # the same at every index
+                continue
+            if of_index is None:
+                return None
+            # Their last dimensions are the result's.
+            for dim, of_dim in enumerate(of_index.slopes, len(slopes) - len(of_index.slopes)):
+                slopes[dim] += slope * of_dim
+            offset += slope * of_index.offset
+        return Affine(tuple(slopes), offset)
+
+    return _remapped(operation.form(source), compose)
 
 
 def _sliced(form: Affine, index: Sequence[Any], dims: int) -> Affine | None:
