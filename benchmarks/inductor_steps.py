@@ -14,16 +14,13 @@ import json
 import statistics
 import sys
 import time
-import types
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.inductor import WAYS, cases
 from benchmarks.resident import in_a_process, keep_freed_memory
-from benchmarks.side_by_side import RESULTS, Case, build, paired, report, step
+from benchmarks.side_by_side import RESULTS, Case, build, give_own_code, paired, report, step
 
 _PEER, _OURS = "torch.compile", "ours"
 _MOST_ROUNDS, _MOST_SECONDS = 100, 60.0
@@ -69,7 +66,7 @@ def measured(case: Case) -> dict[str, float | str]:
 def _make_clock(case: Case, way: str) -> Callable[[], float]:
     """Compile a model, and return what times a step of it."""
     model, batch = build(case), case.make_batch()
-    _give_own_code(model)
+    give_own_code(model)
     run = WAYS[way](model, case)
     for _ in range(4):  # in the first ones plans are made
         step(run, model, batch)
@@ -80,17 +77,6 @@ def _make_clock(case: Case, way: str) -> Callable[[], float]:
         return time.process_time() - begin
 
     return clock
-
-
-def _give_own_code(model: nn.Module) -> None:
-    """Give a model a class with a code object of its own: Dynamo tries all that it has compiled for a code object."""
-    kind: Any = type(model)
-    forward = kind.forward
-    copied = types.FunctionType(
-        forward.__code__.replace(), forward.__globals__, "forward", forward.__defaults__, forward.__closure__
-    )
-    copied.__kwdefaults__ = forward.__kwdefaults__
-    model.__class__ = type(kind.__name__, (kind,), {"forward": copied})
 
 
 if __name__ == "__main__":

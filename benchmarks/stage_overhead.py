@@ -3,8 +3,9 @@
 python -m benchmarks.stage_overhead
 
 A decoder of 12 layers at batch 1, so small that its kernels take hardly any time: what is left is what the host does in
-front of a device. Ours have a stage a layer, and run them eagerly and by Inductor; the peers are ``aot_eager`` and
-``torch.compile``'s default. One thread, microseconds of the processor, medians over rounds in which all take turns.
+front of a device. Ours have a stage a layer, and run them eagerly and by Inductor, which also compiles the model as one
+stage; the peers are ``aot_eager`` and ``torch.compile``'s default. One thread, microseconds of the processor, medians
+over rounds in which all take turns.
 
 A second table counts what Inductor's code calls in a step, in one piece and in stages. Buffers, views and checks of
 sizes are timed alone too: *of the step* is what the additional ones take, beside the step in one piece.
@@ -27,7 +28,7 @@ from torch import nn
 
 import roundpipe_fx
 from benchmarks.processes import Block
-from benchmarks.side_by_side import paired, report
+from benchmarks.side_by_side import give_own_code, paired, report
 
 _WIDTH, _LENGTH, _LAYERS = 16, 4, 12
 _ROUNDS = 300
@@ -38,6 +39,7 @@ _PAIRS: dict[str, tuple[str, Callable[[nn.Module], Callable[..., torch.Tensor]]]
     "eager stages, all recomputed": ("aot_eager", lambda model: _compiled(model, "eager", "full")),
     "torch.compile": ("torch.compile", torch.compile),
     "Inductor's stages": ("torch.compile", lambda model: _compiled(model, "inductor", None)),
+    "one stage of Inductor": ("torch.compile", lambda model: _compiled(model, "inductor", None, stages=1)),
 }
 """By way: the peer that it is compared with, and what compiles the model."""
 
@@ -54,16 +56,17 @@ class _Decoder(nn.Module):
 
 
 def decoder() -> nn.Module:
-    """A model of a class and a code object of its own: Dynamo tries all that it has compiled for a code object."""
+    """A model with a code object of its own."""
     torch.manual_seed(0)
-    forward = _Decoder.forward
-    copied = types.FunctionType(forward.__code__.replace(), forward.__globals__, "forward")
-    model: nn.Module = type("Decoder", (_Decoder,), {"forward": copied})()
+    model = _Decoder()
+    give_own_code(model)
     return model
 
 
-def _compiled(model: nn.Module, stages: str, recompute: str | None) -> roundpipe_fx.CompiledModule:
-    return roundpipe_fx.compile(model, stages=_LAYERS, stage_compiler=stages, recompute=recompute)
+def _compiled(
+    model: nn.Module, compiler: str, recompute: str | None, stages: int = _LAYERS
+) -> roundpipe_fx.CompiledModule:
+    return roundpipe_fx.compile(model, stages=stages, stage_compiler=compiler, recompute=recompute)
 
 
 def main() -> None:

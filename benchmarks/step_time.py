@@ -9,14 +9,13 @@ model costs in itself; it runs on one thread.
 from __future__ import annotations
 
 import statistics
-import types
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 import roundpipe_fx
-from benchmarks.side_by_side import build, cases, fresh, paired, paired_ratio, report, seconds_of, step
+from benchmarks.side_by_side import build, cases, fresh, give_own_code, paired, paired_ratio, report, seconds_of, step
 from roundpipe_fx.torch_private import dynamo_flags
 
 _WIDTH = 16
@@ -93,10 +92,9 @@ class _Tiny(nn.Module):
 
 
 def _tiny() -> nn.Module:
-    """A model of a class and a code object of its own: Dynamo tries all that it has compiled for a code object."""
-    forward = _Tiny.forward
-    own = types.FunctionType(forward.__code__.replace(), forward.__globals__, "forward")
-    model: nn.Module = type("Tiny", (_Tiny,), {"forward": own})()
+    """A model with a code object of its own."""
+    model = _Tiny()
+    give_own_code(model)
     return model
 
 

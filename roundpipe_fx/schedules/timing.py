@@ -7,8 +7,8 @@ computed and, if another device computed them, transferred. A link to the host o
     end(a) = start(a) + seconds(a)
 
 Actions are simulated in waves: in each wave, every device runs its next action if that can start. A wave is a few array
-operations over all devices, so that a thousand devices with ten thousand microbatches, which are twenty million
-actions, are simulated in seconds. For F of 1 second, B of 2 and transfers of 0.5, start and end in seconds::
+operations over all devices, however many these are. For F of 1 second, B of 2 and transfers of 0.5, start and end in
+seconds::
 
     wave       0          1             2             3             4             5
     device 0   F0.0 0-1   F0.1 1-2      B0.0 waits    B0.0 5-7      B0.1 waits    B0.1 8-10

@@ -18,7 +18,7 @@ _SEEN_BEFORE = 4
 class _Scored(nn.Module):
     def __init__(self, layers: int) -> None:
         super().__init__()
-        # One parameter for all layers: those who have more of them wait for more gradients.
+        # One weight for all layers: each further one would be an input and a gradient of the step.
         self.layer, self.layers = nn.Linear(8, 8), layers
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
