@@ -121,6 +121,7 @@ def _unread_output(
     copies: dict[fx.Node, fx.Node] = {}
     for node in (narrow, *inputs):
         copies[node] = graph.placeholder(node.name)
+        copies[node].meta["val"] = node.meta["val"]
     for node in operations:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[output])

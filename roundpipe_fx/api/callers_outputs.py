@@ -11,7 +11,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from roundpipe_fx.analysis.outside_loss import output_bytes
 from roundpipe_fx.api.learned import Learned
@@ -25,6 +27,31 @@ from roundpipe_fx.runtime.unread_outputs import UnreadOutputs
 
 _WORTH_PLANNING = 0.01
 """A step is planned anew for outputs that are dropped if they have more than so much of the budget."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedOutputs:
+    """A plan, as far as the caller's outputs matter to it.
+
+    Attributes:
+        joint: the graph, with the outputs that are assumed dropped or unread.
+        calls: how many of the graph's calls a step has together, as those of microbatches.
+        budget: bytes that the step may take; ``None``: there is no limit.
+        read_tight: returns whether the plan would be another one with more memory.
+        read_peak: returns the bytes that the step takes.
+        correct: reports the same plan with other outputs, by number, dropped.
+    """
+
+    joint: JointGraph
+    calls: int = 1
+    budget: int | None
+    read_tight: Callable[[], bool]
+    read_peak: Callable[[], int]
+    correct: Callable[[frozenset[int]], None] = lambda _: None
+
+    def bytes_of(self, outputs: Iterable[int]) -> int:
+        """Bytes of outputs, by number, as the caller sees them."""
+        return self.calls * output_bytes(self.joint, outputs)
 
 
 class CallersOutputs:
@@ -101,34 +128,54 @@ class CallersOutputs:
         read = {viewed(node): position for position, node in enumerate(lowered.backward.inputs)}
         results = {position: viewed(lowered.forward.results[position]) for position in self._droppable}
         saved = {position: read[node] for position, node in results.items() if node in read}
-        return DroppedOutputs(self._droppable, saved, lambda held: self._see(held, lowered, correct))
+        planned = _planned(lowered, correct)
+        return DroppedOutputs(self._droppable, saved, lambda held: self._see(held, planned))
 
     def leave_unread(self, lowered: Lowered) -> UnreadOutputs | None:
         """Return what wraps the programs of a plan that assumes outputs unread; ``None``: it assumes none."""
-
-        def see(position: int) -> None:
-            self._learned.see_read(self._graph, position)
-            if lowered.budget is not None:
-                size = output_bytes(lowered.joint, [position])
-                self._learned.steps.warn_of_read(size, lowered.peak.bytes, lowered.budget)
-
         unread = lowered.joint.unread
-        return UnreadOutputs(unread, see) if unread else None
+        return UnreadOutputs(unread, functools.partial(self.see_read, _planned(lowered))) if unread else None
 
-    def _see(self, held: frozenset[int], lowered: Lowered, correct: Callable[[Lowered], None]) -> None:
+    def see_read(self, planned: PlannedOutputs, position: int) -> None:
+        """Note an output, by number, that was assumed unread and is read."""
+        self._learned.see_read(self._graph, position)
+        if planned.budget is not None:
+            size = planned.bytes_of([position])
+            self._learned.steps.warn_of_read(size, planned.read_peak(), planned.budget)
+
+    def see_dropped(self, planned: PlannedOutputs, dropped: frozenset[int]) -> None:
+        """Note the outputs that a pipeline's caller no longer holds when the backward begins."""
+        self._see(self._droppable - dropped, planned)
+
+    def _see(self, held: frozenset[int], planned: PlannedOutputs) -> None:
         """Note the outputs that a step holds when its backward begins."""
-        learned, joint, budget = self._learned, lowered.joint, lowered.budget
+        learned, joint, budget = self._learned, planned.joint, planned.budget
         wrong = joint.dropped & held
         learned.note_held(self._graph, (self._droppable & held) - wrong)
         self._droppable -= held
         if wrong and budget is not None:
             learned.see_held(self._graph, wrong)
-            learned.steps.warn_of_held(output_bytes(joint, wrong), lowered.peak.bytes, budget)
+            learned.steps.warn_of_held(planned.bytes_of(wrong), planned.read_peak(), budget)
             return
-        gained = output_bytes(joint, self._droppable - joint.dropped)
-        may_replan = self._is_bounded and learned.steps.replans and lowered.is_tight
+        gained = planned.bytes_of(self._droppable - joint.dropped)
+        may_replan = self._is_bounded and learned.steps.replans and planned.read_tight()
         if may_replan and budget is not None and gained > _WORTH_PLANNING * budget:
             learned.see_dropped(self._graph, self._droppable)
         elif self._droppable != self._reported:
             self._reported = self._droppable
-            correct(dataclasses.replace(lowered, joint=dataclasses.replace(joint, dropped=self._droppable)))
+            planned.correct(self._droppable)
+
+
+def _planned(lowered: Lowered, correct: Callable[[Lowered], None] = lambda _: None) -> PlannedOutputs:
+    """Gather what is planned for the outputs of a graph whose programs run on one device."""
+
+    def correct_for(dropped: frozenset[int]) -> None:
+        correct(dataclasses.replace(lowered, joint=dataclasses.replace(lowered.joint, dropped=dropped)))
+
+    return PlannedOutputs(
+        joint=lowered.joint,
+        budget=lowered.budget,
+        read_tight=lambda: lowered.is_tight,
+        read_peak=lambda: lowered.peak.bytes,
+        correct=correct_for,
+    )

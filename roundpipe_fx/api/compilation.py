@@ -21,7 +21,7 @@ from roundpipe_fx.analysis.cost import COMPILED_STAGES
 from roundpipe_fx.analysis.outside_loss import expect_loss, lasting_bytes, returned_view_bytes
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
-from roundpipe_fx.api.callers_outputs import CallersOutputs
+from roundpipe_fx.api.callers_outputs import CallersOutputs, PlannedOutputs
 from roundpipe_fx.api.initial_split_budget import lower_as_one_of
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.budget import Found, Infeasible, Result, plan_or_error
@@ -39,7 +39,12 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.text import joint_text
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
-from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph, StepObservers, compile_pipelined_graph
+from roundpipe_fx.pipeline.pipelined_graph import (
+    OutputObservers,
+    PipelinedGraph,
+    StepObservers,
+    compile_pipelined_graph,
+)
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState, StepSetting
 from roundpipe_fx.planner.lower import is_bounded_in_bytes, lower, requested_budget
 from roundpipe_fx.planner.lower_pipeline import lower_pipeline
@@ -362,16 +367,44 @@ class _InPipeline(_Compilation):
     pipelining: Pipelining
     step: StepSetting
     graph: PipelinedGraph = field(init=False)
+    outputs: CallersOutputs = field(init=False)
 
     def _plan(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-        pipeline = plan_or_error(self._lower(joint))
+        self.outputs = CallersOutputs(self.name, joint, self.options, self.learned)
+        lowered = self._lower(joint)
+        if isinstance(lowered, Infeasible) and self._may_leave_unread:
+            lowered = self.outputs.explain(lowered, joint)
+        pipeline = plan_or_error(lowered)
         seen = StepObservers(self._see_size, self.learned.see_workspace) if pipeline.budget is not None else None
-        self.graph = compile_pipelined_graph(pipeline, self.differentiated, self.pipelining.loss_reduction, seen)
+        self.graph = compile_pipelined_graph(
+            pipeline, self.differentiated, self.pipelining.loss_reduction, seen, self._observe_outputs(pipeline)
+        )
         self.lowered = pipeline.main.lowered
         torch_private.trace_artifact("roundpipe_fx_planned_graph", lambda: joint_text(self.lowered.joint))
         self._tell(plan_of_pipeline, self.graph)
         assert self.lowered.backward is not None
         return self.lowered.forward.module, seen_by_autograd(self.lowered.backward)
+
+    @property
+    def _may_leave_unread(self) -> bool:
+        """Permission to leave out outputs that the caller does not read: not of a step that is asked for them, nor
+        between processes."""
+        return self.step.forwards_before_backwards and not self.pipelining.over_processes
+
+    def _observe_outputs(self, pipeline: LoweredPipeline) -> OutputObservers:
+        """The callbacks for what the caller does with the outputs of a pipeline's calls."""
+        lowered = pipeline.main.lowered
+        planned = PlannedOutputs(
+            joint=lowered.joint,
+            calls=self.pipelining.microbatches,
+            budget=pipeline.budget,
+            read_tight=lambda: lowered.is_tight or bool(self.plan.pipeline and self.plan.pipeline.sent_bytes),
+            read_peak=lambda: self.plan.peak_bytes,
+        )
+        return OutputObservers(
+            read=functools.partial(self.outputs.see_read, planned),
+            dropped=functools.partial(self.outputs.see_dropped, planned),
+        )
 
     def _lower(self, view: JointGraph) -> Result[LoweredPipeline]:
         """The pipeline within the share of the budget that may be used; or else the one that needs least, where that is
@@ -383,6 +416,8 @@ class _InPipeline(_Compilation):
             like=self.step.structure,
             forwards_before_backwards=self.step.forwards_before_backwards,
             workspaces=self.learned.workspaces,
+            unread=self.outputs.assumed_unread if self._may_leave_unread else frozenset(),
+            may_be_unread=self.outputs.unread_if_needed if self._may_leave_unread else frozenset(),
         )
 
         def lower(joint: JointGraph, options: Options, share: float = 1.0) -> Result[LoweredPipeline]:

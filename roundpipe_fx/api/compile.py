@@ -74,10 +74,11 @@ def compile(
             differently, so bitwise equality is promised only without tiles. ``None``: where a budget in bytes cannot be
             met otherwise; the plan says so. ``"auto"``: also where a step within the budget is then modelled to be
             shorter. ``"never"``.
-        outputs: whether the caller still holds the model's outputs when the backward of the model's own loss begins, on
-            one device: ``"held"`` (``outputs = model(**batch)``), ``"dropped"`` (``loss = model(**batch).loss``), or
-            ``"auto"``: as steps show; until one has, held, or, where the budget cannot be met so, dropped. Plans count
-            what is held; the plan says what it assumes.
+        outputs: whether the caller still holds the model's outputs when the backward of the model's own loss begins:
+            ``"held"`` (``outputs = model(**batch)``), ``"dropped"`` (``loss = model(**batch).loss``; on one device),
+            ``"unread"`` (dropped, and nothing has read them), or ``"auto"``: as steps show; until one has, held, or,
+            where the budget cannot be met so, dropped or unread. Plans count what is held; the plan says what it
+            assumes. Over processes outputs are held.
         cost: how operations are priced: ``"roofline"`` (modelled, with rates of a table, or of a CUDA device that is
             calibrated once) or ``"measured"`` (each timed on the device once, kept on disk).
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
@@ -181,6 +182,7 @@ def compile(
         checkpoint=checkpoint,
         loss_reduction=loss_reduction,
         host_links=host_links,
+        over_processes=mesh is not None,
     )
     if mesh is not None and pipelining is not None:
         pipelining = set_mesh(pipelining, mesh, model, shard)

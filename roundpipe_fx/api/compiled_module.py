@@ -72,7 +72,8 @@ class CompiledModule(nn.Module):
             *args: for the model; split into microbatches.
             labels: for ``loss_fn``; split likewise. Without ``loss_fn`` they go to the model as its own ``labels``.
             loss_fn: ``(output, labels) -> loss``, without labels ``(output) -> loss``: a tensor with one element.
-                Without it, the loss is the model's output, its attribute ``.loss``, or its first item.
+                Without it, the loss is the model's output, its ``loss`` (an attribute, or a key of a dict), or its
+                first item.
             return_outputs: whether to return the model's outputs too, merged and detached.
             optimizer: made from :meth:`optim_parameters`; it steps with the gradients of this step, added to those in
                 ``.grad``, and clears them: ``.grad`` is ``None`` afterwards. What needs all gradients before any

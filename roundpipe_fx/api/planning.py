@@ -203,6 +203,7 @@ def plan(
             num_microbatches=2 * devices if num_microbatches is None else num_microbatches,
             schedule=schedule,
             host_links=host_links,
+            over_processes=over_processes,
         )
         assert parsed is not None
         pipelining = dataclasses.replace(
@@ -213,7 +214,6 @@ def plan(
                 for number, worker in enumerate(parsed.devices)
             ),
             offloaded=offloaded,
-            over_processes=over_processes,
             optimizer=memory,
             elsewhere=True,
             replicas=replicas,

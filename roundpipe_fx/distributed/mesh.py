@@ -140,9 +140,7 @@ def set_mesh(pipelining: Pipelining, mesh: DeviceMesh, model: nn.Module, shard: 
     replicas = size_of(mesh, DATA)
     sharded = shard is not None and replicas > 1
     parts = _check_parallel_layers(mesh, model, sharded)
-    return dataclasses.replace(
-        pipelining, over_processes=True, replicas=replicas, sharded=sharded, tensor_parallel=parts
-    )
+    return dataclasses.replace(pipelining, replicas=replicas, sharded=sharded, tensor_parallel=parts)
 
 
 def check_mesh(mesh: Any) -> None:

@@ -16,7 +16,7 @@ Sums and gradients have the number of their primal here. ``sum 2`` is what earli
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,6 +39,7 @@ from roundpipe_fx.runtime.pipeline_program import Gradient, PipelineProgram, Sou
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.runtime.stage_collectives import collectives_of
 from roundpipe_fx.runtime.stage_compiler import COMPILING, Boxed, compile_stage
+from roundpipe_fx.runtime.unread_outputs import UnreadOutputs
 from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph
 from roundpipe_fx.torch_private import is_effect_token
 
@@ -58,6 +59,8 @@ class PipelinedGraph:
         numbers: inputs that Python's numbers may have become, of those that are read, by number.
         tensors: the other inputs that are read, by number.
         loss_reduction: how the losses of microbatches become the batch's.
+        unread: stands in for outputs that the caller is assumed not to read.
+        see_dropped: called before a backward with the numbers of the outputs that the caller has dropped.
         measured: when the actions of the latest step ran, for each device; empty before the first.
     """
 
@@ -70,6 +73,8 @@ class PipelinedGraph:
     numbers: tuple[int, ...]
     tensors: tuple[int, ...]
     loss_reduction: str
+    unread: UnreadOutputs
+    see_dropped: Callable[[frozenset[int]], None]
     measured: list[list[list[Span]]] = field(default_factory=list)
 
 
@@ -110,8 +115,27 @@ class StepObservers(NamedTuple):
     workspace: ObserveSize
 
 
+class OutputObservers(NamedTuple):
+    """Callbacks for what the caller does with outputs.
+
+    Attributes:
+        read: called with the number of an output that was assumed unread and is read.
+        dropped: called before a backward with the numbers of the outputs that were dropped.
+    """
+
+    read: Callable[[int], None]
+    dropped: Callable[[frozenset[int]], None]
+
+
+_UNOBSERVED = OutputObservers(read=lambda _: None, dropped=lambda _: None)
+
+
 def compile_pipelined_graph(
-    pipeline: LoweredPipeline, differentiated: Sequence[int], loss_reduction: str, seen: StepObservers | None = None
+    pipeline: LoweredPipeline,
+    differentiated: Sequence[int],
+    loss_reduction: str,
+    seen: StepObservers | None = None,
+    outputs: OutputObservers = _UNOBSERVED,
 ) -> PipelinedGraph:
     """Compile the stage modules of a lowered pipeline.
 
@@ -119,6 +143,7 @@ def compile_pipelined_graph(
         differentiated: the output that each tangent is the gradient of.
         loss_reduction: how the losses of microbatches become the batch's.
         seen: callbacks for what steps show; ``None``: there are none.
+        outputs: callbacks for what the caller does with outputs.
     """
     cache: dict[str, _Compiled] = {}
     lowered = pipeline.main.lowered
@@ -138,6 +163,8 @@ def compile_pipelined_graph(
         outputs=tuple(node.meta.get("val") if isinstance(node, fx.Node) else node for node in results),
         tangents=tuple(node.meta["val"] for node in tangents),
         loss_reduction=loss_reduction,
+        unread=UnreadOutputs(lowered.joint.unread, outputs.read),
+        see_dropped=outputs.dropped,
         strided=tuple(lowered.stage_compiler != "eager" or Mark.STRIDED in node.meta for node in tangents),
         numbers=tuple(position for position in read if position in numbers),
         tensors=tuple(position for position in read if position not in numbers),

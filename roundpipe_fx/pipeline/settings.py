@@ -190,8 +190,12 @@ def parse_pipelining(
     checkpoint: str | None = None,
     loss_reduction: str = "mean",
     host_links: int | None = None,
+    over_processes: bool = False,
 ) -> Pipelining | None:
     """Check the user's options; ``None`` if none of them asks for pipelining.
+
+    Args:
+        over_processes: whether each device is a process.
 
     Raises:
         ValueError: a device that does not exist, fewer stages than devices, an unknown name, or options that contradict
@@ -207,10 +211,12 @@ def parse_pipelining(
         if host_links is not None:
             raise ValueError("host_links is for a model on the CPU that devices train: give devices=['cuda:0'] too.")
         return None
-    if options.outputs in ("dropped", "unread"):
+    if options.outputs == "dropped" or (options.outputs == "unread" and over_processes):
+        instead = "" if over_processes else "Give outputs='unread' if nothing reads them. "
         raise ValueError(
-            f"outputs={options.outputs!r} is for one device: with microbatches outputs are merged and held until the "
-            "step is over. forward_backward() without return_outputs=True makes none beside the loss."
+            f"outputs={options.outputs!r} is for one device: those of microbatches are put together, and of processes "
+            f"exchanged, before they can be dropped. {instead}forward_backward() without return_outputs=True makes "
+            "none beside the loss."
         )
     if isinstance(devices, (str, torch.device)):
         raise TypeError(f"devices={devices!r}: give a list, as devices=['cuda:0', 'cuda:1'].")
@@ -261,6 +267,7 @@ def parse_pipelining(
         loss_reduction=loss_reduction,
         host_budget=options.host_budget,
         host_links=_host_links(host_links),
+        over_processes=over_processes,
     )
 
 

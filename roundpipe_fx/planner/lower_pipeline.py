@@ -36,6 +36,7 @@ from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.collectives import refuse_distributed, refuse_other_groups
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options
+from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.pipeline.host_memory import check_host_memory, host_budget_of, host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant, make_variant
 from roundpipe_fx.pipeline.settings import Pipelining, Structure
@@ -77,6 +78,8 @@ def lower_pipeline(
     like: Structure | None = None,
     forwards_before_backwards: bool = False,
     workspaces: Mapping[str, int] | None = None,
+    unread: frozenset[int] = frozenset(),
+    may_be_unread: frozenset[int] = frozenset(),
 ) -> Result[LoweredPipeline]:
     """Run the passes and decide on stages, what is recomputed, and the schedule.
 
@@ -88,6 +91,8 @@ def lower_pipeline(
         like: how the graph of another microbatch of the same step was cut.
         forwards_before_backwards: whether all forwards run before all backwards, with a loss outside between them.
         workspaces: bytes that operators with data-dependent needs have been seen to allocate internally, by name.
+        unread: numbers of outputs that are assumed to be dropped by the caller without having been read.
+        may_be_unread: numbers of outputs that may be assumed so, where the budget cannot be met otherwise.
 
     Raises:
         DistributedTensorError: the model is distributed over processes.
@@ -115,6 +120,40 @@ def lower_pipeline(
     setting = dataclasses.replace(setting, share=share)
     specs = [like.schedule] if like is not None else _schedules_to_try(options, pipelining, training)
     ways = _Lowering(pipelining=pipelining, like=like, forwards_before_backwards=forwards_before_backwards)
+    asked = requested_budget(joint, options, setting.device) if training and pipelining.checkpoint is None else None
+    joint, setting = _leave_out_unread(joint, setting, unread)
+    result = _search_schedules(joint, setting, specs, ways, asked)
+    # Without a plan the caller is assumed not to read outputs, which a step may prove wrong.
+    if isinstance(result, Infeasible) and may_be_unread - unread:
+        joint, setting = _leave_out_unread(joint, setting, may_be_unread)
+        result = _search_schedules(joint, setting, specs, ways, asked)
+    if isinstance(result, Infeasible):
+        return Infeasible(minimum=result.minimum, bottleneck=result.bottleneck.text)
+    if isinstance(setting.costs, MeasuredCosts):
+        setting.costs.save()
+    best, timing = result.value.emitted, result.value.timing
+    if pipelining.offloaded:
+        assumed = pipelining.elsewhere and pipelining.host_budget is None
+        check_host_memory(host_memory_of(best, timing, pipelining), host_budget_of(best, pipelining), assumed)
+    return Found(best)
+
+
+def _leave_out_unread(joint: JointGraph, setting: Setting, outputs: frozenset[int]) -> tuple[JointGraph, Setting]:
+    """Leave outputs of a graph out that the caller is assumed not to read."""
+    setting = setting.with_decisions(unread=setting.context.unread | outputs)
+    return setting.run(dataclasses.replace(joint, dropped=joint.dropped | outputs), PassLevel.OUTPUTS), setting
+
+
+def _search_schedules(
+    joint: JointGraph, setting: Setting, specs: Sequence[ScheduleSpec], ways: _Lowering, asked: int | float | None
+) -> Found[ScheduleEvaluation] | Unmet:
+    """The quickest pipeline within a budget.
+
+    Args:
+        specs: the schedules to choose from.
+        asked: the budget; ``None``: there is none.
+    """
+    pipelining = ways.pipelining
 
     def planned(
         graph: JointGraph, setting: Setting, budget: int | float | None, limit: int | None
@@ -125,31 +164,19 @@ def lower_pipeline(
             return Infeasible(minimum=least.bytes, bottleneck=Bottleneck(operation=least.operation, live=least.live))
         return _lower_for_schedules(graph.copy(), specs, setting, ways, budget)
 
-    asked = requested_budget(joint, options, setting.device) if training and pipelining.checkpoint is None else None
     tier = functools.partial(host_tier_of_step, pipelining=pipelining)
     runs = pipelining.microbatches if pipelining.workers == 1 else None
     space = Space(planned=planned, widest_first=True, tier=tier, runs=runs)
 
     def within(budget: int | float) -> Found[ScheduleEvaluation] | Unmet:
-        return search(joint, budget, setting, space, pays=like is None)
+        return search(joint, budget, setting, space, pays=ways.like is None)
 
     # Plans of several processes must be alike, and code may depend on the machine.
     follows = can_read_code(setting) and not pipelining.over_processes
-    if asked is None:
-        result = planned(joint, setting, None, None)
-        if follows and isinstance(result, Found):
-            result = Found(judge_pipeline(result.value))
-    else:
-        result = search_by_code(within, asked, share) if follows else within(asked)
-    if isinstance(result, Infeasible):
-        return Infeasible(minimum=result.minimum, bottleneck=result.bottleneck.text)
-    if isinstance(setting.costs, MeasuredCosts):
-        setting.costs.save()
-    best, timing = result.value.emitted, result.value.timing
-    if pipelining.offloaded:
-        assumed = pipelining.elsewhere and pipelining.host_budget is None
-        check_host_memory(host_memory_of(best, timing, pipelining), host_budget_of(best, pipelining), assumed)
-    return Found(best)
+    if asked is not None:
+        return search_by_code(within, asked, setting.share) if follows else within(asked)
+    result = planned(joint, setting, None, None)
+    return Found(judge_pipeline(result.value)) if follows and isinstance(result, Found) else result
 
 
 def _lower_undivided(

@@ -58,6 +58,8 @@ def plan_of_pipeline(graph: PipelinedGraph) -> Plan:
         trade_off=pipeline.trade_off,
         alternatives=pipeline.alternatives,
         pipeline=planned,
+        dropped_bytes=plan.dropped_bytes * pipelining.microbatches,
+        unread_bytes=plan.unread_bytes * pipelining.microbatches,
         host_link_share=host_link_share(plan, planned.sent_bytes // pipelining.microbatches, bandwidth),
         timing=timing,
         measured=graph.measured,

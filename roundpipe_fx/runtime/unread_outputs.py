@@ -5,10 +5,11 @@
     forward program         ┌─ hidden ──▶ UnreadTensor: shape, dtype, device of the scores ──▶ caller
                             └─ words ───▶ read: mm(hidden, words)
 
-Its shape may be looked at, it may be detached or converted to another dtype. Anything else reads it: it is computed
-then, once, by the operations that the forward would have run, and is a tensor like any other. Autograd sees none of
-this. An output that is still held when the backward begins is computed too, since the optimizer will change the
-weights. If something has changed them before, reading it is an error.
+Its shape may be looked at, it may be detached, converted to another dtype, moved, or put together with others of its
+kind, as a pipeline does with those of microbatches. Anything else reads it: it is computed then, once, by the
+operations that the forward would have run, and is a tensor like any other. Autograd sees none of this. An output that
+is still held when the backward begins is computed too, since the optimizer will change the weights. If something has
+changed them before, reading it is an error.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from roundpipe_fx.ir.unread_output import UnreadOutput
 from roundpipe_fx.runtime.compiled_loops import Boxed
-from roundpipe_fx.torch_private import WithoutStorage, tree_map_only, without_modes, without_storage
+from roundpipe_fx.torch_private import WithoutStorage, tree_leaves, tree_map_only, without_modes, without_storage
 
 aten = torch.ops.aten
 
@@ -45,24 +46,40 @@ class UnreadOutputs:
         """Wrap the forward program."""
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
-            inputs = {position: [arguments[i] for i in output.inputs] for position, output in self._outputs.items()}
-            results = list(run(arguments))
-            for position, output in self._outputs.items():
-                operands = [results[position], *inputs.pop(position)]
-                value = _Value(output, operands, functools.partial(self._see, position))
-                self._values.add(value)
-                results[position] = _make_unread(value.like, output.value.device, value.read)
-            return tuple(results)
+            inputs = self.inputs_of(arguments)  # which the program clears
+            return tuple(self.leave_unread(run(arguments), inputs))
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
+
+    def inputs_of(self, arguments: Sequence[Any]) -> dict[int, list[Any]]:
+        """Select, by output, the arguments of a forward that its unread outputs are computed from."""
+        return {position: [arguments[i] for i in output.inputs] for position, output in self._outputs.items()}
+
+    def leave_unread(self, results: Sequence[Any], inputs: Mapping[int, Sequence[Any]]) -> list[Any]:
+        """Return the results of a forward with tensors without memory for those that stand for unread outputs.
+
+        Args:
+            inputs: the arguments of the forward that each is computed from, by :meth:`inputs_of`.
+        """
+        returned = list(results)
+        for position, output in self._outputs.items():
+            operands = [returned[position], *inputs[position]]
+            value = _Value(output, operands, functools.partial(self._see, position))
+            self._values.add(value)
+            returned[position] = _make_unread(value.like, output.value.device, value.read)
+        return returned
+
+    def compute_held(self) -> None:
+        """Compute the outputs that callers still hold."""
+        for value in [*self._values]:
+            value.compute()
 
     def backward(self, run: Boxed) -> Boxed:
         """Wrap the backward program: outputs that callers still hold are computed before it runs."""
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
-            for value in [*self._values]:
-                value.compute()
+            self.compute_held()
             return run(arguments)
 
         call._boxed_call = True  # type: ignore[attr-defined]
@@ -106,10 +123,17 @@ class _Value:
                     "and the weights that it is computed from have changed since. Read it before the weights change, "
                     'or compile with outputs="dropped" or "held".'
                 )
-            with without_modes(), torch.no_grad(), torch.autocast(self._operands[0].device.type, enabled=False):
-                self._computed = self._output.module(*self._operands)
+            device = self._operands[0].device
+            with without_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
+                self._computed = self._output.module(*self._on_traced_devices())
             self._operands = ()
         return self._computed
+
+    def _on_traced_devices(self) -> Iterator[Any]:
+        """The operands; weights of an offloaded model are on the host, and copies of them take their places."""
+        placeholders = self._output.module.graph.find_nodes(op="placeholder")
+        for node, operand in zip(placeholders, self._operands, strict=True):
+            yield operand.to(node.meta["val"].device) if isinstance(operand, torch.Tensor) else operand
 
 
 def _like(output: UnreadOutput, operands: Sequence[Any]) -> torch.Tensor:
@@ -141,11 +165,14 @@ class UnreadTensor(WithoutStorage):
     @classmethod
     def run(cls, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, now or when its result is read."""
-        if operator in _LATER and not kwargs.keys() - {"dtype"}:
-            like = operator(_on_meta(args[0]), **kwargs)
-            return _make_unread(like, args[0].device, lambda: operator(args[0].read(), **kwargs))
-        args, kwargs = tree_map_only(UnreadTensor, lambda unread: unread.read(), (args, kwargs))
-        return operator(*args, **kwargs)
+        tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
+        later = operator in _LATER and not kwargs.keys() - {"dtype", "device", "layout", "non_blocking"}
+        if later and all(isinstance(value, UnreadTensor) for value in tensors):
+            on_meta = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
+            like = operator(*tree_map_only(UnreadTensor, _on_meta, args), **on_meta)
+            device = torch.device(kwargs.get("device", tensors[0].device))
+            return _make_unread(like, device, lambda: _run_now(operator, args, kwargs))
+        return _run_now(operator, args, kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.read())
@@ -157,8 +184,13 @@ class UnreadTensor(WithoutStorage):
         return copy.deepcopy(self.read(), memo)
 
 
-_LATER = (aten.detach.default, aten.alias.default, aten._to_copy.default)
-"""Operations that do not read a tensor yet: conversions are among them if it stays on its device."""
+_LATER = (aten.detach.default, aten.alias.default, aten._to_copy.default, aten.cat.default)
+"""Operations that do not read a tensor yet."""
+
+
+def _run_now(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = tree_map_only(UnreadTensor, lambda unread: unread.read(), (args, kwargs))
+    return operator(*args, **kwargs)
 
 
 def _make_unread(like: torch.Tensor, device: torch.device, read: Callable[[], torch.Tensor]) -> UnreadTensor:

@@ -227,9 +227,10 @@ class _Memory:
 
     def _enter_parts(self, held: Held, device: int, read_until: np.ndarray) -> None:
         """Parts of an output that a backward reads: they stay when the output has been put together from them."""
-        # Parts of an output and the output coexist only where the loss is outside and several microbatches were
-        # concatenated.
-        if not self._schedule.forwards_before_backwards or self._schedule.microbatches < 2:
+        # An output is gone when the backwards begin, or there beside its parts, only where the loss is outside: it has
+        # left for the host, or was put together.
+        leaves = self._costs.on_host is not None
+        if not self._schedule.forwards_before_backwards or (self._schedule.microbatches < 2 and not leaves):
             return
         turn = backward_start(self._schedule.orders[device], self._schedule)
         late = read_until[read_until >= turn]
@@ -363,10 +364,15 @@ class _Memory:
         if is_callers and half_and_half:
             change[turn] += self._merged - self._outputs
             # Their parts are freed afterwards, but for those that a backward reads, which are counted already.
-            put_together = self._outputs - self._parts_kept[device] if self._schedule.microbatches > 1 else 0
-            of_loss = self._of_batches(lambda variant: variant.outside_bytes)
-            outside = int(np.cumsum(change)[turn]) + max(of_loss, put_together)
-            change[turn] += self._of_batches(lambda variant: variant.loss_bytes)
+            put_together = (self._outputs if self._schedule.microbatches > 1 else 0) - self._parts_kept[device]
+            level = int(np.cumsum(change)[turn])
+            if costs.on_host is not None:
+                # The caller gets the outputs on the host, where the loss is computed.
+                outside = level + put_together
+                change[turn] -= self._merged
+            else:
+                outside = level + max(self._of_batches(lambda variant: variant.outside_bytes), put_together)
+                change[turn] += self._of_batches(lambda variant: variant.loss_bytes)
         brings_all = is_callers and (costs.remote or (costs.outputs_everywhere and half_and_half))
         change[turn] += sum(self._incoming_gradient_bytes) if brings_all else self._incoming_gradient_bytes[device]
         return outside

@@ -21,6 +21,7 @@ __all__ = [
     "Allocation",
     "ProfiledMemory",
     "compiled_calls_are_seen",
+    "count_sharing",
     "is_sole_reference",
     "profile_memory",
     "profiler_runs",
@@ -263,3 +264,8 @@ def is_sole_reference(values: list[Any], position: int) -> bool:
         position: position of the tensor.
     """
     return _counts(values, position) == _ALONE
+
+
+def count_sharing(value: torch.Tensor) -> int:
+    """Count the tensors that share a tensor's memory, itself among them; those that autograd has saved count."""
+    return torch._C._storage_Use_Count(value.untyped_storage()._cdata) - _ALONE[2] + 1

@@ -57,7 +57,9 @@ def _compute_loss(loss_fn: Any, labelled: bool, output: Any, label: Any) -> Any:
         return _mark_if_tensor(loss_fn(output, label) if labelled else loss_fn(output))
     if isinstance(output, torch.Tensor):
         return _mark_if_tensor(output)
-    return _mark_if_tensor(output[0] if isinstance(output, tuple) else output.loss)
+    if isinstance(output, tuple):
+        return _mark_if_tensor(output[0])
+    return _mark_if_tensor(output["loss"] if type(output) is dict else output.loss)
 
 
 def _mark_if_tensor(value: Any) -> Any:

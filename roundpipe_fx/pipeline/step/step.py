@@ -63,6 +63,7 @@ from roundpipe_fx.pipeline.step.gradients import (
 from roundpipe_fx.pipeline.step.kept_results import KeptResults
 from roundpipe_fx.pipeline.step.local import Local
 from roundpipe_fx.pipeline.step.offloaded import make_mode
+from roundpipe_fx.pipeline.step.returned_outputs import ReturnedOutputs
 from roundpipe_fx.pipeline.step.scheduled import Scheduled, schedule_run
 from roundpipe_fx.pipeline.step.through_autograd import CallsAlive, run_through_autograd
 from roundpipe_fx.pipeline.step.updating import update_during_step
@@ -239,9 +240,14 @@ class Pipeline:
             # again then, with the values that the forwards left.
             run = functools.partial(self._run_part, captured)
             self._mode.refuse_backward_elsewhere(captured, self._scheduled)
-            results, of_outputs = run_through_autograd(captured, made.splits, run, self._alive, self._mode.receivers())
+            returned = ReturnedOutputs(captured.graphs)
+            results, of_outputs = run_through_autograd(
+                captured, made.splits, run, self._alive, returned, self._mode.receivers()
+            )
             outputs = self._model_outputs(captured, results, of_outputs)
-        return self._mode.to_model(merge(outputs, self._splitting.outputs, weights, made.rows))
+        merged = self._mode.to_model(merge(outputs, self._splitting.outputs, weights, made.rows))
+        returned.note(of_outputs[0], outputs[0], merged)
+        return merged
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedStep:
         """Compile without running anything: for forward_backward if there are ``labels`` or a ``loss_fn``, else for a

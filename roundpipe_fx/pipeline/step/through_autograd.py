@@ -25,6 +25,7 @@ from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.pipeline.batches.microbatch import SplitTensor
 from roundpipe_fx.pipeline.capture.captured_calls import CapturedCalls
 from roundpipe_fx.pipeline.step.gradients import concatenate_split_gradients, receivers_of
+from roundpipe_fx.pipeline.step.returned_outputs import ReturnedOutputs
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning
 from roundpipe_fx.runtime.incoming_gradients import ExpectedGradient, incoming_gradient
 from roundpipe_fx.runtime.pipeline_run import Finished
@@ -68,16 +69,18 @@ def run_through_autograd(
     splits: Sequence[SplitTensor],
     run: RunActions,
     alive: CallsAlive,
+    returned: ReturnedOutputs,
     instead: Mapping[int, torch.Tensor] | None = None,
 ) -> tuple[list[list[Any]], list[dict[int, torch.Tensor]]]:
     """Each microbatch's results, and by number those that are differentiated, with the backwards behind them.
 
     Args:
         splits: tensors that were split into their inputs.
+        returned: what the caller gets, which is looked at when the backward begins.
     """
     # One autograd node for the whole step: autograd calls `backward` once, when all incoming gradients are known, and
     # the schedule is free to order microbatches.
-    step = _StepFunction(captured, splits, run, instead or {})
+    step = _StepFunction(captured, splits, run, returned, instead or {})
     receivers = receivers_of(captured.primals, splits, instead)
     flat = _PipelinedStep.apply(step, [*receivers], *(receiver.tensor for receiver in receivers.values()))
     alive.add(step, captured.graphs[0].pipeline.budget)
@@ -97,8 +100,10 @@ class _StepFunction:
         captured: CapturedCalls,
         splits: Sequence[SplitTensor],
         run: RunActions,
+        returned: ReturnedOutputs,
         instead: Mapping[int, torch.Tensor],
     ) -> None:
+        self.returned = returned
         self.instead = instead
         self.captured = captured
         self.splits = splits
@@ -110,16 +115,18 @@ class _StepFunction:
 
     def forward(self) -> None:
         finished = self.run([[] for _ in self.captured.programs], None)
-        self.outputs = finished.outputs
+        captured = self.captured
+        self.outputs = [
+            graph.unread.leave_unread(of_batch, graph.unread.inputs_of(primals))
+            for graph, of_batch, primals in zip(captured.graphs, finished.outputs, captured.primals, strict=True)
+        ]
         self.values = finished.values
         self.likes = [
             [
                 ExpectedGradient.of(of_batch[position], fake)
                 for position, fake in zip(program.tangents, graph.tangents, strict=True)
             ]
-            for program, graph, of_batch in zip(
-                self.captured.programs, self.captured.graphs, finished.outputs, strict=True
-            )
+            for program, graph, of_batch in zip(captured.programs, captured.graphs, self.outputs, strict=True)
         ]
         # Buffers that the step updates itself change their versions legitimately; everything else that the backward
         # reads must not change before it.
@@ -142,6 +149,7 @@ class _StepFunction:
             raise RuntimeError(
                 "the backward of this pipelined step has run already, and what it needs is freed: call the model again."
             )
+        self.returned.see(self.values)
         # Popped one by one: a value is freed as soon as it was checked and no longer read.
         while self.versions:  # do not hold what was checked
             value, version = self.versions.pop()
