@@ -101,7 +101,7 @@ def measure(
     return Measured(peak.bytes, seconds, step, error)
 
 
-def peak_of(measured: Measured) -> int:
+def find_peak(measured: Measured) -> int:
     """The peak of one more step."""
     with roundpipe_fx.measure_peak("cpu") as peak:
         measured.step()
@@ -216,7 +216,7 @@ def timed(case: Case, batch: dict[str, Any], whole: Measured, peer: Measured, pa
     with contextlib.suppress(roundpipe_fx.InfeasibleBudgetError):  # the table says "cannot"
         clocks["step ratio"] = functools.partial(seconds_of, ours_at(case, batch, peer.peak)[0].step)
     paired(clocks, 0, warm_up=2)  # Dynamo's caches were emptied: everything compiles once more
-    assert peak_of(peer) == peer.peak and peak_of(whole) == whole.peak
+    assert find_peak(peer) == peer.peak and find_peak(whole) == whole.peak
     pairs = max(pairs, round(TIMED_SECONDS / len(clocks) / seconds_of(peer.step)))
     rounds = paired(clocks, pairs, warm_up=1)
     return {name: statistics.median(took[name] / took["peer"] for took in rounds) for name in clocks if name != "peer"}

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from roundpipe_fx.analysis.minimum_cut import SINK, SOURCE, UNCUTTABLE, Arc, minimum_cut, unit_of
+from roundpipe_fx.analysis.minimum_cut import SINK, SOURCE, UNCUTTABLE, Arc, choose_unit, minimum_cut
 from roundpipe_fx.analysis.operations import Operation, OperationGraph
 
 __all__ = ["LowerBound", "lower_bound"]
@@ -58,7 +58,7 @@ class _Cut:
         self.backward = [operation for block in graph.backward.values() for operation in block]
         self._makers = {storage: operation for operation in self.backward for storage in operation.makes}
         self._vertices = {operation: 2 + i for i, operation in enumerate(self.backward)}
-        self._unit = unit_of(graph.sizes)
+        self._unit = choose_unit(graph.sizes)
         self._held = graph.outputs | graph.held
         """What the caller holds as long as any of the backward runs."""
         self._arcs: list[Arc] = []

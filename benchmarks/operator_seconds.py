@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from roundpipe_fx.analysis.cost.roofline import DEVICES, flops_of_call, numbers_drawn
+from roundpipe_fx.analysis.cost.roofline import DEVICES, count_call_flops, numbers_drawn
 
 __all__ = ["modelled_seconds", "seconds_in_operators"]
 
@@ -69,6 +69,6 @@ def _modelled(func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
     in_place = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
     if not fresh_storages and not in_place:
         return result, 0.0  # a view
-    flops = flops_of_call(func, args, kwargs, result)
+    flops = count_call_flops(func, args, kwargs, result)
     traffic = sum(t.untyped_storage().nbytes() for t in (*read.values(), *(made[key] for key in fresh_storages)))
     return result, CPU.seconds(flops, traffic, draws=numbers_drawn(func, result))

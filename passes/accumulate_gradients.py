@@ -32,13 +32,13 @@ def accumulate_gradients(joint: JointGraph, costs: CostModel, in_place: bool = T
     for index, node in enumerate(joint.graph.nodes):
         position[node] = index
         if node.op == "placeholder" or node.meta.get(Mark.PHASE) is Phase.FORWARD:
-            numbers.give(node, [OUTSIDE] * len(tensor_values(node)))
+            numbers.assign(node, [OUTSIDE] * len(tensor_values(node)))
         elif node.op != "output":
             numbers.follow(node)
-        for storage in set(numbers.of(node)) - {OUTSIDE}:
+        for storage in set(numbers.get(node)) - {OUTSIDE}:
             holders[storage].append(node)
     # A storage that is returned twice must not be written to: both results are the caller's.
-    returned = Counter(s for node in joint.outputs if isinstance(node, fx.Node) for s in set(numbers.of(node)))
+    returned = Counter(s for node in joint.outputs if isinstance(node, fx.Node) for s in set(numbers.get(node)))
     primals = joint.primals
     results: dict[int, list[Any]] = defaultdict(list)
     additions: list[_Addition] = []
@@ -47,7 +47,7 @@ def accumulate_gradients(joint: JointGraph, costs: CostModel, in_place: bool = T
     for owner, gradient in zip(owners, gradients, strict=True):
         if owner is None:
             continue
-        storages = numbers.of(gradient) if isinstance(gradient, fx.Node) else []
+        storages = numbers.get(gradient) if isinstance(gradient, fx.Node) else []
         if primals[owner] not in joint.parameters or not _is_made_in_backward(gradient):
             results[owner].append(gradient)
         elif returned[storages[0]] != 1 or not _stands_alone(gradient, holders[storages[0]]):

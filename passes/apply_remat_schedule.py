@@ -182,7 +182,7 @@ class _Writer:
         """The node to read for ``node`` here."""
         # The order decides: an updated input's old value, a saved value, the latest copy of this stage, then of any.
         if node in self._joint.mutated_inputs:
-            return self._snapshots.of(node)
+            return self._snapshots.get_copy(node)
         if node in self._saved:
             return node
         for stage in (self._stage, None):

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.minimum_cut import SINK, SOURCE, UNCUTTABLE, Arc, minimum_cut, unit_of
+from roundpipe_fx.analysis.minimum_cut import SINK, SOURCE, UNCUTTABLE, Arc, choose_unit, minimum_cut
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
     Mark,
@@ -89,7 +89,7 @@ def _cut(candidates: list[fx.Node]) -> set[fx.Node]:
     values = list(dict.fromkeys([*candidates, *(source for node in candidates for source in _viewed_inputs(node))]))
     sizes = {value: _bytes(value) for value in values if value.op != "placeholder"}
     made = {value: 2 + 2 * index for index, value in enumerate(sizes)}
-    unit = unit_of(sizes.values())
+    unit = choose_unit(sizes.values())
     arcs: list[Arc] = []
     # Numbers: `made` is "computed late", the next one "passed late".
     for value, size in sizes.items():

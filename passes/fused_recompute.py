@@ -23,7 +23,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.analysis.fusion import dropped_operands, is_fusible, is_virtual
-from roundpipe_fx.analysis.minimum_cut import SINK, SOURCE, UNCUTTABLE, Arc, minimum_cut, unit_of
+from roundpipe_fx.analysis.minimum_cut import SINK, SOURCE, UNCUTTABLE, Arc, choose_unit, minimum_cut
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, tensor_values, viewed
 
 aten = torch.ops.aten
@@ -112,7 +112,7 @@ def _cheapest(needed: _Modules, saving: Mapping[fx.Node, int], repeating: Mappin
         saving: price of saving a value.
         repeating: price of repeating it, of those that can be repeated.
     """
-    unit = unit_of([*saving.values(), *repeating.values()])
+    unit = choose_unit([*saving.values(), *repeating.values()])
     # Two vertices for each value: read by the backward, and repeated there.
     read = {value: 2 + 2 * index for index, value in enumerate(saving)}
     arcs: list[Arc] = []

@@ -34,8 +34,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost import is_plainly_contiguous, layout_of, note_sparse_bytes, real_values, results_on_host
-from roundpipe_fx.analysis.fake_results import fake_result, result_tensors, same_dimension_order
+from roundpipe_fx.analysis.cost import (
+    is_plainly_contiguous,
+    layout_of,
+    note_sparse_bytes,
+    predict_real_values,
+    results_on_host,
+)
+from roundpipe_fx.analysis.fake_results import result_tensors, run_fake_kernel, same_dimension_order
 from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call
 from roundpipe_fx.ir.joint_graph import JointGraph, has_tag, input_nodes, is_tensor, storages, tensor_values, viewed
 from roundpipe_fx.torch_private import tree_map_only
@@ -128,19 +134,19 @@ class _RecordedValues:
             if base in self._before:
                 node.replace_input_with(changed[0], self._copy(base))
                 return
-        value = fake_result(node)
+        value = run_fake_kernel(node)
         if value is None:
             for source in changed:
                 self._restore(node, source)
-            value = fake_result(node)
+            value = run_fake_kernel(node)
             assert value is not None, f"{node.format_node()} fails on the values that were recorded"
         self._replace(node, value)
 
     def _visit_computed(self, node: fx.Node, changed: Sequence[fx.Node]) -> None:
         recorded = tensor_values(node)
-        values = real_values(node, self._device) if node.target.namespace == "aten" else None  # type: ignore[union-attr]
+        values = predict_real_values(node, self._device) if node.target.namespace == "aten" else None  # type: ignore[union-attr]
         if values is None and changed:
-            result = fake_result(node)
+            result = run_fake_kernel(node)
             if result is None:
                 for source in changed:
                     self._restore(node, source)

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost import CostModel, annotate_added
-from roundpipe_fx.analysis.tiling.classes_in_tiles import Scaled, Uses, summed_dims, uses_of
+from roundpipe_fx.analysis.tiling.classes_in_tiles import Scaled, Uses, find_uses, summed_dims
 from roundpipe_fx.ir.graph_edit import insert_call
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.operators.log_sum_exp import log_sum_exp
@@ -41,7 +41,7 @@ def rewrite_online(
 
     Args:
         joint: an annotated graph; it is rewritten.
-        names: log-softmaxes to rewrite, among :func:`roundpipe_fx.analysis.tiling.online_softmaxes`.
+        names: log-softmaxes to rewrite, among :func:`roundpipe_fx.analysis.tiling.find_online_softmaxes`.
         costs: cost model for the added operations.
         device: the device that they run on; ``None``: not known, as are their workspaces.
         eager: whether they run without a compiler.
@@ -50,7 +50,7 @@ def rewrite_online(
     added: set[fx.Node] = set()
     for node in joint.in_phase(Phase.FORWARD):
         if node.name in names:
-            uses = uses_of(joint, node)
+            uses = find_uses(joint, node)
             assert uses is not None, f"{node.name} cannot be written with sums over its classes"
             added |= _OnlineWriter(node, uses).write()
     joint.drop_unread()

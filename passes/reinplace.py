@@ -27,20 +27,20 @@ def reinplace(graph: fx.Graph) -> fx.Graph:
     numbers = StorageIds()
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
-            numbers.give(node, [OUTSIDE] * len(tensor_values(node)))
+            numbers.assign(node, [OUTSIDE] * len(tensor_values(node)))
         elif node.op != "output":
             numbers.follow(node)
     last_use = {
         storage: position[node]
         for node in nodes
-        for storage in (*numbers.of(node), *(s for source in input_nodes(node) for s in numbers.of(source)))
+        for storage in (*numbers.get(node), *(s for source in input_nodes(node) for s in numbers.get(source)))
     }
     # A result that was written over its operand is in the operand's storage.
     moved: dict[int, int] = {}
 
     def storages_of(node: fx.Node) -> set[int]:
         storages_now = set()
-        for storage in numbers.of(node):
+        for storage in numbers.get(node):
             while storage in moved:
                 storage = moved[storage]
             storages_now.add(storage)
@@ -59,7 +59,7 @@ def reinplace(graph: fx.Graph) -> fx.Graph:
         form = next(iter(in_place_forms(node, dies)), None)
         if form is None:
             continue
-        (old,), (new,) = storages_of(form.operand), numbers.of(node)
+        (old,), (new,) = storages_of(form.operand), numbers.get(node)
         node.target = form.target
         if form.output is not None:
             node.update_kwarg(form.output, form.operand)

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost import CostModel, annotate_added, note_real_values
-from roundpipe_fx.analysis.tiling import RowSlice, row_slice_of
+from roundpipe_fx.analysis.tiling import RowSlice, find_row_slice
 from roundpipe_fx.ir.graph_edit import inherit_origin
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_view, tensor_values
 
@@ -40,7 +40,7 @@ def slice_narrow_values(
     """
     changed: set[fx.Node] = set()
     for node in joint.in_phase(Phase.FORWARD):
-        row_slice = row_slice_of(joint, node)
+        row_slice = find_row_slice(joint, node)
         if row_slice is not None:
             changed |= _Edit(row_slice, device if eager and present else None).made
     annotate_added([node for node in joint.computed() if node in changed], costs, device, eager, present)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost import small_values
-from roundpipe_fx.analysis.fake_results import fake_result, result_tensors, same_dimension_order
+from roundpipe_fx.analysis.cost import probe_small_values
+from roundpipe_fx.analysis.fake_results import result_tensors, run_fake_kernel, same_dimension_order
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, has_tag, is_seeded, is_tensor, is_view
 from roundpipe_fx.torch_private import size_hint
 
@@ -120,7 +120,7 @@ def _result(node: fx.Node, source: fx.Node, value: torch.Tensor) -> torch.Tensor
         return None
     result = _small_result(node, source, value)
     if result is None:
-        result = fake_result(node, source, value)
+        result = run_fake_kernel(node, source, value)
     return result if isinstance(result, torch.Tensor) else None
 
 
@@ -129,7 +129,7 @@ def _has_recorded_result(node: fx.Node, source: fx.Node, value: torch.Tensor) ->
     result = _small_result(node, source, value)
     if result is not None:
         return same_dimension_order(node.meta["val"], result)
-    results, recorded = result_tensors(fake_result(node, source, value)), result_tensors(node.meta.get("val"))
+    results, recorded = result_tensors(run_fake_kernel(node, source, value)), result_tensors(node.meta.get("val"))
     return len(results) == len(recorded) and all(map(same_dimension_order, recorded, results))
 
 
@@ -137,7 +137,7 @@ def _small_result(node: fx.Node, source: fx.Node, value: torch.Tensor) -> torch.
     """A node's result as the real kernel returns it, run on small tensors; ``None`` if it cannot be run."""
     if not _can_run_small(node):
         return None
-    values = small_values(node, lambda operand: value if operand is source else operand.meta.get("val"))
+    values = probe_small_values(node, lambda operand: value if operand is source else operand.meta.get("val"))
     return None if values is None else values[0]
 
 

@@ -46,7 +46,7 @@ def tile_regions(joint: JointGraph, tiled: Iterable[tuple[TileRegion, int]], cos
     # Equal regions share a loop, so the regions are tiled with one set of them.
     loops = Loops(costs)
     stands_for: dict[fx.Node, fx.Node] = {}
-    for region, tiles in [(region.on(joint.graph), tiles) for region, tiles in tiled]:
+    for region, tiles in [(region.copy_to(joint.graph), tiles) for region, tiles in tiled]:
         # A region may read what an earlier region's loop returns in place of its members.
         completed = _with_results_of_others(region, stands_for)
         tile = _tile_apart if completed.scalar is None else _tile_at_once
@@ -185,7 +185,7 @@ def _insert_loop(joint: JointGraph, divided: Divided, tiles: int, phase: Phase, 
     region, last = divided.region, [node for node in divided.nodes if node.meta[Mark.PHASE] is phase][-1]
     path = module_path(region.widest, module_path_text).rpartition(".")[2]
     name = re.sub(r"\W", "_", path) or "model"
-    loop, cost = loops.of(divided, tiles, f"tiles_of_{name}")
+    loop, cost = loops.make_loop(divided, tiles, f"tiles_of_{name}")
     operands = []
     for operand in divided.operands:
         # Rows in several dimensions are one dimension for the loop.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from roundpipe_fx.analysis.cost import workspaces_of
+from roundpipe_fx.analysis.cost import predict_workspaces
 from roundpipe_fx.analysis.expanded_zeros import record_as_expanded_zeros
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark
 
@@ -30,7 +30,7 @@ def mark_workspaces(
         present: whether kernels can be measured on the device; otherwise those are marked that a formula is known for.
     """
     with record_as_expanded_zeros(joint):
-        workspaces = workspaces_of(joint.computed(), device, fused, learned, present)
+        workspaces = predict_workspaces(joint.computed(), device, fused, learned, present)
     for node, size in workspaces.items():
         node.meta[Mark.WORKSPACE] = size
     return joint

@@ -78,7 +78,7 @@ def _fresh():
 @pytest.fixture
 def no_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels need nothing for themselves: what is planned does not depend on the machine."""
-    monkeypatch.setattr(workspaces, "workspaces_of", lambda *_: {})
+    monkeypatch.setattr(workspaces, "predict_workspaces", lambda *_: {})
 
 
 FullDisk = Callable[[], contextlib.AbstractContextManager[None]]

@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.analysis.step_of_calls import Footprint, NotedCall, NotedEvent, NotedStep, most_alive, peak_of_step
+from roundpipe_fx.analysis.step_of_calls import (
+    Footprint,
+    NotedCall,
+    NotedEvent,
+    NotedStep,
+    count_most_alive,
+    simulate_step_peak,
+)
 from roundpipe_fx.runtime.step_calls import NotedGraph, StepCalls
 
 Step = Callable[[nn.Module], Any]
@@ -325,17 +332,17 @@ def _step(events: list[tuple[NotedEvent, int]], count: int, footprint: Footprint
 
 def test_peaks_of_steps() -> None:
     alone = _step([(F_, 0), (B_, 0), (X_, 0)], 1)
-    assert peak_of_step(alone, {}) == 30 + 4 + 2 + 20  # the backward
+    assert simulate_step_peak(alone, {}) == 30 + 4 + 2 + 20  # the backward
     two = _step([(F_, 0), (F_, 1), (B_, 1), (X_, 1), (B_, 0), (X_, 0)], 2)
-    assert peak_of_step(two, {}) == 2 * (30 + 4 + 2) + 20
+    assert simulate_step_peak(two, {}) == 2 * (30 + 4 + 2) + 20
     # Gradients of the same input are added into a new place, those of the second backward beside those of the first.
     wide = Footprint(forward=1, saved=1, outputs=0, gradients={0: 100})
     twice = _step([(F_, 0), (F_, 1), (B_, 1), (X_, 1), (B_, 0), (X_, 0)], 2, wide)
-    assert peak_of_step(twice, {}) == 300
+    assert simulate_step_peak(twice, {}) == 300
     retained = _step([(F_, 0), (B_, 0), (F_, 1), (B_, 1), (X_, 1), (B_, 0), (X_, 0)], 2)
-    assert peak_of_step(retained, {}) > peak_of_step(two, {})
-    assert peak_of_step(two, {"g": Footprint(forward=0, saved=0, outputs=0)}) == 0
-    assert most_alive(two, "g") == 2 and most_alive(alone, "g") == 1 and most_alive(two, "h") == 0
+    assert simulate_step_peak(retained, {}) > simulate_step_peak(two, {})
+    assert simulate_step_peak(two, {"g": Footprint(forward=0, saved=0, outputs=0)}) == 0
+    assert count_most_alive(two, "g") == 2 and count_most_alive(alone, "g") == 1 and count_most_alive(two, "h") == 0
 
 
 def test_what_autograd_holds_tells_which_calls_are_alive() -> None:

@@ -15,31 +15,31 @@ from typing import Any
 
 import torch
 
-from roundpipe_fx.analysis.caching_allocator import NO_HISTORY, History, MemorySegment, allocator_of
+from roundpipe_fx.analysis.caching_allocator import NO_HISTORY, History, MemorySegment, make_allocator
 
 _ROUNDED_TO = 2 << 20
 """Bytes of a segment are a multiple of this."""
 _IN_USE = ("active_allocated", "active_pending_free", "active_awaiting_free")
 
 
-def histories_of(device: torch.device, needed: int) -> tuple[History, ...]:
+def find_histories(device: torch.device, needed: int) -> tuple[History, ...]:
     """The histories by which all plans for a device are judged; none where only rounded sizes count.
 
     Args:
         needed: the peak of a step, in bytes, without what is not split off.
     """
-    if allocator_of(device) is None:
+    if make_allocator(device) is None:
         return ()
     sizes = dict.fromkeys(-(-size // _ROUNDED_TO) * _ROUNDED_TO for size in (needed, needed // 2))
     return NO_HISTORY, *(History((MemorySegment(is_small=False, blocks=((size, True),)),)) for size in sizes if size)
 
 
-def current_histories(device: torch.device) -> tuple[History, ...]:
+def read_current_histories(device: torch.device) -> tuple[History, ...]:
     """The blocks that a CUDA device has now on the current stream, and those that remain when its cache is emptied.
 
     None where they do not count, are not known, or would make the plans of processes different.
     """
-    if allocator_of(device) is None or not torch.cuda.is_initialized() or _is_distributed():
+    if make_allocator(device) is None or not torch.cuda.is_initialized() or _is_distributed():
         return ()
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count() or torch.cuda.is_current_stream_capturing():

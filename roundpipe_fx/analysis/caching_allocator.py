@@ -71,7 +71,7 @@ class _Pool:
         if is_free:
             insort(self.free, (size, address))
 
-    def take_out(self, address: tuple[int, int]) -> int:
+    def remove(self, address: tuple[int, int]) -> int:
         size = self.sizes.pop(address)
         del self.ends[address[0], address[1] + size]
         if self.is_free(address, size):
@@ -82,12 +82,12 @@ class _Pool:
         at = bisect_left(self.free, (size, address))
         return at < len(self.free) and self.free[at] == (size, address)
 
-    def is_left(self, left: int) -> bool:
-        """Return whether a remainder of ``left`` bytes is split off."""
-        return left >= ROUNDED_TO if self.is_small else left > _SMALL
+    def should_split(self, remainder: int) -> bool:
+        """Return whether a remainder of ``remainder`` bytes is split off."""
+        return remainder >= ROUNDED_TO if self.is_small else remainder > _SMALL
 
 
-def allocator_of(device: torch.device) -> CachingAllocator | None:
+def make_allocator(device: torch.device) -> CachingAllocator | None:
     """A new simulated allocator for a CUDA device; ``None`` where only rounded sizes count."""
     settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     splits_all = "expandable_segments:true" in settings.lower().replace(" ", "")
@@ -112,7 +112,7 @@ class CachingAllocator:
                 offset += size
             pool.segments += 1
 
-    def take(self, name: int, size: int, stream: int = 0) -> int:
+    def allocate(self, name: int, size: int, stream: int = 0) -> int:
         """Request ``size`` bytes under a name, on a stream; returns the bytes that the allocator counts for them."""
         if size == 0:
             return 0
@@ -127,28 +127,28 @@ class CachingAllocator:
             pool.segments += 1
             at = bisect_left(pool.free, (size, (-1, 0)))
         _, address = pool.free[at]
-        whole = pool.take_out(address)
+        counted = pool.remove(address)
         # Below the threshold the remainder stays with the block, and counts for this tensor.
-        if pool.is_left(whole - size):
-            pool.add((address[0], address[1] + size), whole - size, is_free=True)
-            whole = size
-        pool.add(address, whole, is_free=False)
+        if pool.should_split(counted - size):
+            pool.add((address[0], address[1] + size), counted - size, is_free=True)
+            counted = size
+        pool.add(address, counted, is_free=False)
         self._handed_out[name] = pool, address
-        return whole
+        return counted
 
-    def give_back(self, name: int) -> None:
+    def free(self, name: int) -> None:
         """Free the block requested under a name, and merge it with its free neighbours."""
         if name not in self._handed_out:
             return
         pool, address = self._handed_out.pop(name)
-        size = pool.take_out(address)
+        size = pool.remove(address)
         # Merge with the neighbours behind and in front, if these are free.
         after = (address[0], address[1] + size)
         if after in pool.sizes and pool.is_free(after, pool.sizes[after]):
-            size += pool.take_out(after)
+            size += pool.remove(after)
         before = pool.ends.get(address)
         if before is not None and pool.is_free(before, pool.sizes[before]):
-            size += pool.take_out(before)
+            size += pool.remove(before)
             address = before
         pool.add(address, size, is_free=True)
 

@@ -94,13 +94,13 @@ def write_data(path: Path, header: Mapping[str, str], data: Any) -> None:
         raise
 
 
-def drop_oldest(folder: Path, most: int) -> None:
+def drop_oldest(folder: Path, limit: int) -> None:
     """Delete the files of a folder that were written first, down to a number of them."""
     files = list(folder.glob("*.json"))
-    if len(files) <= most:
+    if len(files) <= limit:
         return
     files.sort(key=lambda path: path.stat().st_mtime)
-    for path in files[: len(files) - most]:
+    for path in files[: len(files) - limit]:
         path.unlink(missing_ok=True)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.fake_results import fake_result
+from roundpipe_fx.analysis.fake_results import run_fake_kernel
 from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor, is_view
 
 
@@ -23,9 +23,9 @@ def make_expanded_zeros(joint: JointGraph) -> dict[fx.Node, torch.Tensor]:
     for tangent in joint.tangents:
         if tangent in expected or not is_tensor(tangent) or not tangent.meta["val"].dim():
             continue
-        like = tangent.meta["val"]
-        with like.fake_mode:
-            values[tangent] = like.new_zeros(()).expand(like.shape)
+        value = tangent.meta["val"]
+        with value.fake_mode:
+            values[tangent] = value.new_zeros(()).expand(value.shape)
     return values
 
 
@@ -36,7 +36,7 @@ def record_as_expanded_zeros(joint: JointGraph) -> Iterator[None]:
     for node in joint.computed() if values else ():
         source = next((source for source in node.all_input_nodes if source in values), None)
         if source is not None and is_view(node) and is_tensor(node):
-            value = fake_result(node, source, values[source])
+            value = run_fake_kernel(node, source, values[source])
             if isinstance(value, torch.Tensor):
                 values[node] = value
     recorded = {node: node.meta["val"] for node in values}

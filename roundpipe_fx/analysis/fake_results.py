@@ -18,7 +18,7 @@ from roundpipe_fx.ir.joint_graph import tensor_values
 log = logging.getLogger(__name__)
 
 
-def fake_result(node: fx.Node, source: fx.Node | None = None, value: torch.Tensor | None = None) -> Any:
+def run_fake_kernel(node: fx.Node, source: fx.Node | None = None, value: torch.Tensor | None = None) -> Any:
     """The result of a node's fake kernel on the recorded values of its operands.
 
     Args:

@@ -63,74 +63,74 @@ def follow_fused(call: StageModule, storages: Sequence[Sequence[int]], dying: Co
     numbers = StorageIds()
     incoming = 1 + max((storage for leaves in storages for storage in leaves), default=OUTSIDE)
     for _ in range(incoming):
-        numbers.new_of(0)
+        numbers.allocate_bytes(0)
     nodes = [*graph.nodes]
     inputs = graph.find_nodes(op="placeholder")
     # First with memory for each result; then, with all last readers known, results take over what dies.
     reads: dict[fx.Node, list[int]] = {}
-    made: dict[fx.Node, list[int]] = {}
+    allocations: dict[fx.Node, list[int]] = {}
     last: dict[int, fx.Node] = {}
     sizes: dict[int, int] = {}
     for node, leaves in zip(inputs, storages, strict=True):
-        numbers.give(node, list(leaves))
+        numbers.assign(node, list(leaves))
         sizes.update(zip(leaves, _count_bytes(node), strict=False))
     for node in nodes:
         if node.op == "placeholder":
             continue
         reads[node] = numbers.reads(node)
         if node in virtual:
-            numbers.give(node, reads[node])
+            numbers.assign(node, reads[node])
             continue
         last.update(dict.fromkeys(reads[node], node))
         if node.op != "output":
-            made[node] = _make(node, numbers)
-            sizes.update((storage, numbers.sizes[storage]) for storage in made[node])
+            allocations[node] = _make(node, numbers)
+            sizes.update((storage, numbers.sizes[storage]) for storage in allocations[node])
     # Only a backward's inputs are given away: the forward's belong to the user.
     free = set() if call.phase is Phase.FORWARD else {s for p in dying for s in storages[p] if len(storages[p]) == 1}
     free.update(range(incoming, len(numbers.sizes)))
     dead = {
         node: [storage for storage in reads[node] if last[storage] is node and storage in free]
-        for node in made
+        for node in allocations
         if _is_computed_in_kernel(node)
     }
-    taken = _overwrite(made, dead, sizes)
+    overwritten = _overwrite(allocations, dead, sizes)
 
     def final(storage: int) -> int:
-        return taken.get(storage, storage)
+        return overwritten.get(storage, storage)
 
     operations = [FollowedOperation(-1, [], [], 0)]
     for position, node in enumerate(nodes):
-        if node in made:
-            allocated = [storage for storage in made[node] if storage not in taken]
+        if node in allocations:
+            allocated = [storage for storage in allocations[node] if storage not in overwritten]
             workspace = 0 if node in dead else node.meta.get(Mark.WORKSPACE, 0)
             read = list(dict.fromkeys(map(final, reads[node])))
             operations.append(FollowedOperation(position, read, allocated, workspace))
     returned = graph.output_node().args[0]
     assert isinstance(returned, (tuple, list))
-    leaves_of = [[final(s) for s in numbers.of(item)] if isinstance(item, fx.Node) else [] for item in returned]
+    leaves_of = [[final(s) for s in numbers.get(item)] if isinstance(item, fx.Node) else [] for item in returned]
     return FollowedModule(operations, numbers.sizes[incoming:], leaves_of)
 
 
 def _overwrite(
-    made: Mapping[fx.Node, Sequence[int]], dead: Mapping[fx.Node, Sequence[int]], sizes: Mapping[int, int]
+    allocations: Mapping[fx.Node, Sequence[int]], dead: Mapping[fx.Node, Sequence[int]], sizes: Mapping[int, int]
 ) -> dict[int, int]:
     """Choose the results that are written over an operand of the same size; by storage, that of the operand.
 
     Args:
-        made: by node, in order, the storages of its results.
+        allocations: by node, in order, the storages of its results.
         dead: by node that is computed in a kernel, the storages that it reads last.
         sizes: bytes of storages.
     """
-    taken: dict[int, int] = {}
+    overwritten: dict[int, int] = {}
     for node, operands in dead.items():
-        left = list(operands)
-        for storage in made[node]:
-            over = next((old for old in left if sizes.get(old) == sizes[storage]), None)
+        candidates = list(operands)
+        for storage in allocations[node]:
+            over = next((old for old in candidates if sizes.get(old) == sizes[storage]), None)
             if over is not None:
-                left.remove(over)
+                candidates.remove(over)
                 # The operand may itself have been written over another one.
-                taken[storage] = taken.get(over, over)
-    return taken
+                overwritten[storage] = overwritten.get(over, over)
+    return overwritten
 
 
 def find_virtual(graph: fx.Graph) -> set[fx.Node]:
@@ -217,6 +217,6 @@ def _count_bytes(node: fx.Node) -> list[int]:
 def _make(node: fx.Node, numbers: StorageIds) -> list[int]:
     """Number what a node allocates: an item of several results that a kernel computes, as a result of its own."""
     if node.target is operator.getitem and _is_computed_in_kernel(node) and not is_view(node):
-        numbers.give(node, [numbers.new(value) for value in tensor_values(node)])
-        return numbers.of(node)
+        numbers.assign(node, [numbers.allocate(value) for value in tensor_values(node)])
+        return numbers.get(node)
     return numbers.follow(node)

@@ -109,9 +109,9 @@ def _in_place_kernel(target: torch._ops.OpOverload) -> torch._ops.OpOverload | N
     # `mul_.Tensor` for `mul.Tensor`: the same arguments, of which the first one is written.
     if form is None:
         return None
-    arguments, wanted = form._schema.arguments, target._schema.arguments
+    arguments, parameters = form._schema.arguments, target._schema.arguments
     mutated = arguments[0].alias_info is not None and arguments[0].alias_info.is_write
-    same = [argument.name for argument in arguments] == [argument.name for argument in wanted]
+    same = [argument.name for argument in arguments] == [argument.name for argument in parameters]
     return form if mutated and same else None
 
 
@@ -148,14 +148,14 @@ def _is_row_by_row(node: fx.Node) -> bool:
 
 @functools.cache
 def _kernel_with_output(target: torch._ops.OpOverload, device: str) -> tuple[torch._ops.OpOverload, str] | None:
-    wanted = [argument.name for argument in target._schema.arguments]
+    names = [argument.name for argument in target._schema.arguments]
     packet = target.overloadpacket
     # Overloads of an operator: the one whose arguments are the same but for one that takes the output.
     for name in packet.overloads():
         form = getattr(packet, name)
         arguments = form._schema.arguments
         outputs = [argument.name for argument in arguments if argument.is_out]
-        if len(outputs) != 1 or [argument.name for argument in arguments if not argument.is_out] != wanted:
+        if len(outputs) != 1 or [argument.name for argument in arguments if not argument.is_out] != names:
             continue
         types = [str(argument.type) for argument in arguments if not argument.is_out]
         if types == [str(argument.type) for argument in target._schema.arguments] and has_kernel(form, device):
@@ -189,8 +189,8 @@ def _same_layout(operand: fx.Node, result: fx.Node) -> bool:
     # As text: comparing symbolic sizes would add guards.
     if str(tuple(left.shape)) != str(tuple(right.shape)) or str(left.stride()) != str(right.stride()):
         return False
-    whole = str(left.untyped_storage().nbytes()) == str(right.untyped_storage().nbytes())
-    return whole and not any(
+    fills_same_storage = str(left.untyped_storage().nbytes()) == str(right.untyped_storage().nbytes())
+    return fills_same_storage and not any(
         isinstance(stride, int) and stride == 0 and not (isinstance(size, int) and size <= 1)
         for size, stride in zip(left.shape, left.stride(), strict=True)
     )

@@ -26,7 +26,7 @@ class Event:
     """An operation that runs.
 
     Attributes:
-        what: describes it to the reader of a peak.
+        description: describes it to the reader of a peak.
         reads: storages that it reads.
         makes: storages that it allocates.
         inplace_candidates: storages that its result may overwrite: the first one that dies here and was made in the
@@ -36,7 +36,7 @@ class Event:
         stream: number of the stream that it runs on.
     """
 
-    what: Any
+    description: Any
     reads: Sequence[int]
     makes: Sequence[int]
     inplace_candidates: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ class LivePeak:
     live: tuple[tuple[int, int], ...]
 
 
-def peak_of(
+def find_peak(
     events: Sequence[Event],
     sizes: Sequence[int] | Mapping[int, int],
     before: Collection[int] = (),
@@ -100,7 +100,7 @@ def levels_of(
     arriving: Mapping[int, Collection[int]] | None = None,
     allocator: CachingAllocator | None = None,
 ) -> list[tuple[int, int]]:
-    """For each event, the bytes alive while it runs, and when it is over. Arguments as for :func:`peak_of`.
+    """For each event, the bytes alive while it runs, and when it is over. Arguments as for :func:`find_peak`.
 
     The largest of the former is the peak.
     """
@@ -108,14 +108,14 @@ def levels_of(
     return list(_levels(events, sizes, (), arriving, _last_uses(events, (), lasting, arriving), allocator))
 
 
-def lifetimes_of(
+def find_lifetimes(
     events: Sequence[Event],
     lasting: Collection[int] = (),
     arriving: Mapping[int, Collection[int]] | None = None,
 ) -> dict[int, tuple[int, int]]:
     """By storage, the positions of the first and the last event during which it is alive, in order of allocation.
 
-    Arguments as for :func:`peak_of`. Storages that a result overwrites are alive during that event, too.
+    Arguments as for :func:`find_peak`. Storages that a result overwrites are alive during that event, too.
     """
     arriving = arriving or {}
     born: dict[int, int] = {}
@@ -172,11 +172,11 @@ def _levels(
     for position, event in enumerate(events):
         if position in arriving:
             if allocator is not None:
-                counted.update((storage, allocator.take(storage, sizes[storage])) for storage in arriving[position])
+                counted.update((storage, allocator.allocate(storage, sizes[storage])) for storage in arriving[position])
             live += sum(counted[storage] for storage in arriving[position])
         for storage in event.makes:
             if allocator is not None:
-                counted[storage] = allocator.take(storage, sizes[storage], event.stream)
+                counted[storage] = allocator.allocate(storage, sizes[storage], event.stream)
             live += counted[storage]
             reuse_scope[storage] = event.reuse_scope
         written = None
@@ -189,15 +189,15 @@ def _levels(
         workspace = event.workspace
         # The allocator gives a block for the workspace and gets it back: the block's size counts, not the request's.
         if allocator is not None:
-            workspace = allocator.take(_WORKSPACE, workspace, event.stream)
-            allocator.give_back(_WORKSPACE)
+            workspace = allocator.allocate(_WORKSPACE, workspace, event.stream)
+            allocator.free(_WORKSPACE)
         during = live + workspace
         # Deaths come last: an operand is alive until its last reader is over.
         for storage in dying[position]:
             if storage != written:
                 live -= counted[storage]
                 if allocator is not None:
-                    allocator.give_back(storage)
+                    allocator.free(storage)
         yield during, live
 
 

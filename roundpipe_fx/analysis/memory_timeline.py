@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.caching_allocator import NO_HISTORY, CachingAllocator, History
-from roundpipe_fx.analysis.liveness import lifetimes_of
+from roundpipe_fx.analysis.liveness import find_lifetimes
 from roundpipe_fx.analysis.program_events import CALLER, Course
 from roundpipe_fx.analysis.simulator import levels_of_course
 from roundpipe_fx.ir.joint_graph import Mark, module_path, tensor_values
@@ -108,13 +108,15 @@ def memory_timeline(
     makers: dict[int, fx.Node | str] = {}
     moments = []
     for event, level in zip(run.events, levels, strict=True):
-        call, node = event.what
+        call, node = event.description
         name, module, line = "loss" if call == CALLER else "", "", ""
         # An event of compiled code has no node: names come from what it makes.
         if node is None:
             for storage in event.makes:
-                made = run.makers[storage]
-                makers[storage] = f"buffer of {made}" if isinstance(made, str) else own_nodes.get(call, {})[made.name]
+                result = run.makers[storage]
+                makers[storage] = (
+                    f"buffer of {result}" if isinstance(result, str) else own_nodes.get(call, {})[result.name]
+                )
         else:
             # Names of the user's graph where they are known, else of the emitted module.
             node = own_nodes.get(call, {}).get(node.name, node)
@@ -125,7 +127,7 @@ def memory_timeline(
     gradients = set().union(*course.gradients)
     values = []
     # Storages of size 0 (a view's own, an empty tensor) are never alive.
-    for storage, (first, last) in lifetimes_of(run.events, course.lasting, course.arriving).items():
+    for storage, (first, last) in find_lifetimes(run.events, course.lasting, course.arriving).items():
         size, maker = run.numbers.sizes[storage], makers.get(storage)
         if not size:
             continue
@@ -151,16 +153,16 @@ def memory_timeline(
     return MemoryTimeline(moments=tuple(moments), values=tuple(values), forward=course.ends, source=source)
 
 
-def _items(node: fx.Node, made: Sequence[int]) -> dict[int, fx.Node]:
+def _items(node: fx.Node, result_storages: Sequence[int]) -> dict[int, fx.Node]:
     """The items of an operator with several results, by the storages that it makes for them."""
     results = node.meta.get("val")
     # Without one storage for each result it cannot be said which item is which.
-    if not isinstance(results, (tuple, list)) or len(tensor_values(node)) != len(made):
+    if not isinstance(results, (tuple, list)) or len(tensor_values(node)) != len(result_storages):
         return {}
     tensors = [position for position, result in enumerate(results) if isinstance(result, torch.Tensor)]
-    storages = dict(zip(tensors, made, strict=False))
+    storage_at = dict(zip(tensors, result_storages, strict=False))
     items: list[tuple[fx.Node, Any]] = [(user, user.args[1]) for user in node.users if user.target is operator.getitem]
-    return {storages[position]: user for user, position in items if position in storages}
+    return {storage_at[position]: user for user, position in items if position in storage_at}
 
 
 def _origin(node: fx.Node, source: dict[str, str]) -> tuple[str, str]:

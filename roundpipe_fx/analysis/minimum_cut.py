@@ -10,7 +10,7 @@ source's side are answered with yes::
 Here saying yes to a costs nothing and saying no costs 3, but yes to a means yes to b, which costs 5: the cut is 3.
 
 The flow is SciPy's (``scipy.sparse.csgraph.maximum_flow``), since networkx's runs in Python and a plan takes
-hundreds of cuts. It counts in 32 bits, so sizes are divided by :func:`unit_of` them first.
+hundreds of cuts. It counts in 32 bits, so sizes are divided by :func:`choose_unit` them first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNCUTTABLE = 2_000_000_000
 """The cost of an arc that is in no minimum cut."""
 
 
-def unit_of(sizes: Iterable[int]) -> int:
+def choose_unit(sizes: Iterable[int]) -> int:
     """The unit by which sizes are divided, so that they can be capacities.
 
     Their greatest common divisor, or a multiple of it if their total would otherwise exceed :data:`CAPACITY`.

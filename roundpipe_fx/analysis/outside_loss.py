@@ -56,12 +56,12 @@ def expect_loss(joint: JointGraph, autocast: Collection[str], observed_tangents:
         for value in tensor_values(node):
             # float32 losses of bfloat16 outputs under autocast: 4 / 2 = 2 times the bytes.
             wider = max(4 // value.dtype.itemsize, 1) if value.device.type in autocast else 1
-            most, lasting = _CROSS_ENTROPY if words else _SQUARED_ERROR
+            peak, lasting = _CROSS_ENTROPY if words else _SQUARED_ERROR
             larger = times.get(node, 0)
             # The factor applies to the loss's intermediate results, and the views' own gradients are allocated once
             # more: `times * larger + larger`.
-            most, lasting = (most * larger + larger, lasting * larger) if larger else (most, lasting)
-            node.meta[Mark.LOSS_TIMES] = wider * most, wider * lasting
+            peak, lasting = (peak * larger + larger, lasting * larger) if larger else (peak, lasting)
+            node.meta[Mark.LOSS_TIMES] = wider * peak, wider * lasting
     return joint
 
 
@@ -73,10 +73,10 @@ def _times_of_views(joint: JointGraph) -> dict[fx.Node, int]:
         value = joint.outputs[position]
         views = [] if value in returned else [view for view in returned if viewed(view) is viewed(value)]
         size = sum(dense_bytes(tensor) for tensor in tensor_values(value))
-        of_views = sum(dense_bytes(tensor) for view in views for tensor in tensor_values(view))
-        if of_views > size > 0:
+        view_bytes = sum(dense_bytes(tensor) for view in views for tensor in tensor_values(view))
+        if view_bytes > size > 0:
             # Rounded up: views of two and a half times the value's bytes count as three times.
-            times[node] = -(-of_views // size)
+            times[node] = -(-view_bytes // size)
     return times
 
 
@@ -100,7 +100,7 @@ def output_bytes(joint: JointGraph, outputs: Iterable[int]) -> int:
     """Bytes of outputs of the forward, as a caller sees them."""
     unread = {position: [output.value] for position, output in joint.unread.items()}
     values = (unread.get(position) or tensor_values(joint.outputs[position]) for position in outputs)
-    return tensor_bytes([value for some in values for value in some])
+    return tensor_bytes([value for tensors in values for value in tensors])
 
 
 def returned_view_bytes(joint: JointGraph, granularity: int = 1) -> int:

@@ -85,7 +85,7 @@ class Course:
     outputs: int
 
 
-def course_of(
+def follow_events(
     forward: Program,
     backward: Program | None,
     tangents: Collection[fx.Node] = (),
@@ -110,7 +110,7 @@ def course_of(
     """
     run = ProgramEvents(granularity, follow)
     # The user's inputs and parameters were there before: they are OUTSIDE and count nothing.
-    results = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
+    results = run.follow_program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
     outputs = results[: forward.outputs]
     lasting = [storage for position, leaves in enumerate(outputs) if position not in released for storage in leaves]
     freed = [storage for position in released for storage in results[position] if storage not in {OUTSIDE, *lasting}]
@@ -131,20 +131,20 @@ def course_of(
             if not sums
             else [OUTSIDE]
             if follow is None
-            else [run.numbers.new(value) for value in tensor_values(node)]
+            else [run.numbers.allocate(value) for value in tensor_values(node)]
             for node in backward.inputs
             if is_sum(node)
         }
         arrived = {
-            node: [run.numbers.new_tangent(value, node in tangents) for value in tensor_values(node)]
+            node: [run.numbers.allocate_tangent(value, node in tangents) for value in tensor_values(node)]
             for node in backward.inputs
             if node not in saved and node not in summed
         }
         inputs = {**saved, **summed, **arrived}
-        loss_gradient = run.numbers.new_of(lasting_bytes(tangents, granularity) + outside)
+        loss_gradient = run.numbers.allocate_bytes(lasting_bytes(tangents, granularity) + outside)
         # What the caller makes arrives between loss and backward: the loss, and the incoming gradients.
         arriving[len(run.events)] = [loss_gradient, *(storage for leaves in arrived.values() for storage in leaves)]
-        gradients = run.program(backward, [inputs[node] for node in backward.inputs], held=lasting)
+        gradients = run.follow_program(backward, [inputs[node] for node in backward.inputs], held=lasting)
         lasting += [loss_gradient, *(storage for node in tangents for storage in arrived.get(node, ()))]
         lasting += [storage for leaves in gradients for storage in leaves]
     kept = {storage for leaves in outputs for storage in leaves if storage != OUTSIDE} - set(freed)
@@ -188,7 +188,7 @@ class ProgramEvents:
         self.calls: list[FollowedCall] = []
         self._stream = 0
 
-    def program(self, program: Program, inputs: list[list[int]], held: Collection[int] = ()) -> list[list[int]]:
+    def follow_program(self, program: Program, inputs: list[list[int]], held: Collection[int] = ()) -> list[list[int]]:
         """Follow a program.
 
         Args:
@@ -205,35 +205,35 @@ class ProgramEvents:
             if node.target in _SWITCHES:
                 self._stream = int(node.args[1])
             if node.op == "call_function" and node.target is not operator.getitem:
-                self._copy(node, values)
+                self._follow_copy(node, values)
             if node.op != "call_module":
                 continue
             arguments: Any = node.args[0]
-            dying = _dying(node, values, {*held, OUTSIDE}) if self._follow is not None else ()
-            results = self._call(modules[str(node.target)], [values[item] for item in arguments], dying)
+            dying = _find_dying(node, values, {*held, OUTSIDE}) if self._follow is not None else ()
+            results = self._follow_call(modules[str(node.target)], [values[item] for item in arguments], dying)
             for item in node.users:
                 if item.op == "call_function" and len(item.args) == 2 and item.args[0] is node:
                     values[item] = results[int(item.args[1])]
         returned: Any = graph.output_node().args[0]
         return [values[item] if isinstance(item, fx.Node) else [] for item in returned]
 
-    def _copy(self, node: fx.Node, values: dict[fx.Node, list[int]]) -> None:
+    def _follow_copy(self, node: fx.Node, values: dict[fx.Node, list[int]]) -> None:
         """Follow a copy to the host, where memory does not count, or back; waits hold what they are given."""
         if not isinstance(node.meta.get("val"), torch.Tensor):  # an operation on streams
             return
         operands = node.all_input_nodes
-        made: list[int] = []
+        allocated: list[int] = []
         values[node] = values[operands[0]]
         copied = offload_operators()
         if copied is not None and node.target is copied.offload.default:
             values[node] = [OUTSIDE]
         elif copied is not None and node.target is copied.reload.default:
-            values[node] = made = [self.numbers.new(node.meta["val"])]
-        self.makers.update(dict.fromkeys(made, node))
+            values[node] = allocated = [self.numbers.allocate(node.meta["val"])]
+        self.makers.update(dict.fromkeys(allocated, node))
         reads = [storage for operand in operands for storage in values[operand] if storage != OUTSIDE]
-        self.events.append(Event((COPIES, node), list(dict.fromkeys(reads)), made, stream=self._stream))
+        self.events.append(Event((COPIES, node), list(dict.fromkeys(reads)), allocated, stream=self._stream))
 
-    def _call(self, call: StageModule, arguments: list[list[int]], dying: Collection[int]) -> list[list[int]]:
+    def _follow_call(self, call: StageModule, arguments: list[list[int]], dying: Collection[int]) -> list[list[int]]:
         name, module, start = call.name, call.module, len(self.events)
         storages: dict[int, int] = {}
         # The pattern says which inputs share storages, with local numbers. Equal modules with equal patterns have equal
@@ -245,27 +245,36 @@ class ProgramEvents:
             ]
         )
         compiled = self._follow(call, pattern, dying) if self._follow is not None else None
-        followed = compiled or _followed(module, pattern)
+        followed = compiled or _follow_once(module, pattern)
         # Local numbers become numbers of the course: first those of the inputs, then new ones.
-        of = [*storages, *(self.numbers.new_of(size) for size in followed.sizes)]
+        course_number = [*storages, *(self.numbers.allocate_bytes(size) for size in followed.sizes)]
         nodes = [*module.graph.nodes]
         for position, reads, makes, workspace in followed.operations:
             node = nodes[position] if position >= 0 else None
-            made = [of[local] for local in makes]
-            for storage in made:
+            allocated = [course_number[local] for local in makes]
+            for storage in allocated:
                 self.makers[storage] = node or name
-            event = Event((name, node), [of[local] for local in reads], made, workspace=workspace, stream=self._stream)
+            event = Event(
+                (name, node),
+                [course_number[local] for local in reads],
+                allocated,
+                workspace=workspace,
+                stream=self._stream,
+            )
             self.events.append(event)
-        leaves = [[local if local == OUTSIDE else of[local] for local in of_result] for of_result in followed.returns]
+        leaves = [
+            [local if local == OUTSIDE else course_number[local] for local in result_leaves]
+            for result_leaves in followed.returns
+        ]
         if compiled is not None:
             results: Any = module.graph.output_node().args[0]
-            for returned, of_result in zip(results, leaves, strict=True):
-                self.makers.update(dict.fromkeys(set(of_result) - {OUTSIDE}, returned))
+            for returned, result_leaves in zip(results, leaves, strict=True):
+                self.makers.update(dict.fromkeys(set(result_leaves) - {OUTSIDE}, returned))
         self.calls.append(FollowedCall(name, set(storages), start, len(self.events), leaves))
         return leaves
 
 
-def _dying(call: fx.Node, values: Mapping[fx.Node, list[int]], held: Collection[int]) -> list[int]:
+def _find_dying(call: fx.Node, values: Mapping[fx.Node, list[int]], held: Collection[int]) -> list[int]:
     """Positions of the arguments of a call that nothing refers to but the call."""
     arguments: Any = call.args[0]
     later = set(held)
@@ -313,23 +322,23 @@ class FollowedModule(NamedTuple):
     returns: list[list[int]]
 
 
-_known: weakref.WeakKeyDictionary[fx.GraphModule, dict[tuple[tuple[int, ...], ...], FollowedModule]] = (
+_followed_modules: weakref.WeakKeyDictionary[fx.GraphModule, dict[tuple[tuple[int, ...], ...], FollowedModule]] = (
     weakref.WeakKeyDictionary()
 )
 """By stage module, which equal stages share, and by what comes in."""
 
 
-def _followed(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> FollowedModule:
+def _follow_once(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> FollowedModule:
     """Follow a stage module; once, if the same storages come in as before.
 
     Args:
         module: the stage module, as it was emitted.
         pattern: for each argument, its storages, numbered in the order in which they come in.
     """
-    known = _known.setdefault(module, {})
-    if pattern not in known:
-        known[pattern] = _follow(module, pattern)
-    return known[pattern]
+    by_pattern = _followed_modules.setdefault(module, {})
+    if pattern not in by_pattern:
+        by_pattern[pattern] = _follow(module, pattern)
+    return by_pattern[pattern]
 
 
 def _follow(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> FollowedModule:
@@ -337,18 +346,18 @@ def _follow(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> Fol
     # Inputs get the first local numbers, with no bytes: they belong to whoever made them.
     incoming = 1 + max((storage for incoming_leaves in pattern for storage in incoming_leaves), default=OUTSIDE)
     for _ in range(incoming):
-        numbers.new_of(0)
+        numbers.allocate_bytes(0)
     arguments = iter(pattern)
     operations: list[FollowedOperation] = []
     for position, node in enumerate(module.graph.nodes):
         if node.op == "placeholder":
-            numbers.give(node, list(next(arguments)))
+            numbers.assign(node, list(next(arguments)))
         elif node.op == "output":
             returned: Any = node.args[0]
-            leaves = [list(numbers.of(item)) if isinstance(item, fx.Node) else [] for item in returned]
+            leaves = [list(numbers.get(item)) if isinstance(item, fx.Node) else [] for item in returned]
             return FollowedModule(operations, numbers.sizes[incoming:], leaves)
         else:
-            made = numbers.follow(node)
+            allocated = numbers.follow(node)
             workspace = node.meta.get(Mark.WORKSPACE, 0)
-            operations.append(FollowedOperation(position, numbers.reads(node), made, workspace))
+            operations.append(FollowedOperation(position, numbers.reads(node), allocated, workspace))
     raise AssertionError("a graph without an output")

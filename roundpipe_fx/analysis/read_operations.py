@@ -29,13 +29,13 @@ from roundpipe_fx.analysis.operations import Operation, OperationGraph, Recomput
 from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes, returned_view_bytes
 from roundpipe_fx.analysis.recomputation import (
     Form,
+    find_rng_shape_source,
     is_mask_only,
-    rng_shape_source_of,
     selection,
     state_bytes,
     updates_statistics_alone,
 )
-from roundpipe_fx.analysis.snapshots import updated_inputs_read
+from roundpipe_fx.analysis.snapshots import find_updated_inputs_read
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
@@ -65,7 +65,7 @@ def read_operations(
     reader = _OperationReader(joint, expected, granularity, in_place)
     for node in joint.inputs:
         reader.read_input(node)
-    tangents, held = (frozenset(s for node in nodes for s in reader.of(node)) for nodes in (joint.tangents, expected))
+    tangents, held = (frozenset(s for node in nodes for s in reader.get(node)) for nodes in (joint.tangents, expected))
     forward = [operation for node in joint.in_phase(Phase.FORWARD) if (operation := reader.read(node)) is not None]
     # The backward in the order of the segments, last one first; within a segment as in the graph.
     backward: dict[int, list[Operation]] = {segment: [] for segment in range(segments)}
@@ -83,7 +83,7 @@ def read_operations(
     values = _values(joint, reader, makers)
     snapshots = _snapshots(joint, reader, [*forward, *(item for block in backward.values() for item in block)])
     states = {operation.index: state_bytes(operation.node) for operation in forward if is_seeded(operation.node)}
-    recipes = _Recipes.of(forward, values, reader, states)
+    recipes = _Recipes.from_operations(forward, values, reader, states)
     # Outputs are alive in any case.
     must_recompute = {s for s, node in values.items() if Mark.MUST_RECOMPUTE in node.meta and s not in outputs}
     return OperationGraph(
@@ -120,7 +120,7 @@ def _values(joint: JointGraph, reader: _OperationReader, makers: Collection[int]
     by_storage: dict[int, fx.Node] = {}
     for node in joint.in_phase(Phase.FORWARD):
         if not is_view(node) and isinstance(node.meta.get("val"), torch.Tensor):
-            (storage,) = reader.of(node) or (OUTSIDE,)
+            (storage,) = reader.get(node) or (OUTSIDE,)
             if storage in makers:
                 by_storage.setdefault(storage, node)
     return by_storage
@@ -130,16 +130,16 @@ def _snapshots(
     joint: JointGraph, reader: _OperationReader, operations: Sequence[Operation]
 ) -> dict[int, tuple[int, ...]]:
     """New storages for copies of updated inputs, by index of the operations that read them in the backward."""
-    read = updated_inputs_read(joint)
-    taken: dict[fx.Node, int] = {}
+    read = find_updated_inputs_read(joint)
+    copy_of: dict[fx.Node, int] = {}
     copies = {}
     for operation in operations:
         if operation.node in read and not updates_statistics_alone(operation.node):
             # One copy of an input, however many operations of the backward read its old value.
             for source in read[operation.node]:
-                if source not in taken:
-                    taken[source] = reader.new(source)
-            copies[operation.index] = tuple(taken[source] for source in read[operation.node])
+                if source not in copy_of:
+                    copy_of[source] = reader.allocate(source)
+            copies[operation.index] = tuple(copy_of[source] for source in read[operation.node])
     return copies
 
 
@@ -152,7 +152,7 @@ def _outputs(
     for position, node in enumerate(joint.forward_outputs):
         if isinstance(node, fx.Node):
             results = copied if position in joint.updates else dropped if position in joint.dropped else held
-            results.update(reader.of(node))
+            results.update(reader.get(node))
     # What the caller copies into inputs is held only if something reads it again.
     held |= copied.intersection(storage for operation in operations for storage in operation.reads)
     return held, (copied | dropped) - held
@@ -165,7 +165,7 @@ def _gradients(joint: JointGraph, reader: _OperationReader, added: Collection[fx
         storage
         for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True)
         if isinstance(node, fx.Node) and owner is not None and primals[owner] not in added
-        for storage in reader.of(node)
+        for storage in reader.get(node)
         if storage != OUTSIDE
     )
 
@@ -183,7 +183,7 @@ class _Recipes:
     mask_only: dict[int, RecomputeRecipe]
 
     @classmethod
-    def of(
+    def from_operations(
         cls,
         forward: Sequence[Operation],
         values: Mapping[int, fx.Node],
@@ -205,7 +205,7 @@ class _Recipes:
                 picked = selection(value) if value is not None else None
                 if value is not None and picked is not None:
                     source, _, indices = picked
-                    reads = tuple(s for s in (*reader.of(source), *reader.of(indices)) if s != OUTSIDE)
+                    reads = tuple(s for s in (*reader.get(source), *reader.get(indices)) if s != OUTSIDE)
                     recipes.whole[storage] = _recipe(operation, Form.GATHER, node=value, reads=reads, makes=(storage,))
                 elif Mark.MUST_SAVE not in operation.node.meta:
                     workspace = operation.workspace + states.get(operation.index, 0)
@@ -245,7 +245,7 @@ def _rng_shape_sources(
     sources = {}
     for operation in (operation for block in backward.values() for operation in block):
         for storage in operation.reads:
-            source = rng_shape_source_of(values[storage], operation.node) if storage in masks else None
+            source = find_rng_shape_source(values[storage], operation.node) if storage in masks else None
             if source is not None:
                 sources[storage, operation.index] = source
     return sources
@@ -296,11 +296,11 @@ def _hold_at(
                 # The innermost common checkpoint of maker and readers: the common prefix of their paths.
                 both = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(owner[storage], path, strict=False))
                 owner[storage] = tuple(number for number, _ in both)
-    wanted = begins.union(*(operation.reads for block in backward.values() for operation in block))
+    needed = begins.union(*(operation.reads for block in backward.values() for operation in block))
     held_at = {}
     for storage, path in owner.items():
         first, last = spans[path[-1]] if path else (0, 0)
-        if first < last and storage in wanted:
+        if first < last and storage in needed:
             held_at[storage] = last
     return held_at
 
@@ -331,29 +331,29 @@ class _OperationReader:
     def sizes(self) -> list[int]:
         return self._numbers.sizes
 
-    def of(self, node: fx.Node) -> list[int]:
-        return self._numbers.of(node)
+    def get(self, node: fx.Node) -> list[int]:
+        return self._numbers.get(node)
 
-    def new(self, node: fx.Node) -> int:
+    def allocate(self, node: fx.Node) -> int:
         """A new storage, of the size of an input's value."""
         self.segment_of.append(0)
-        return self._numbers.new_of(tensor_bytes(tensor_values(node)))
+        return self._numbers.allocate_bytes(tensor_bytes(tensor_values(node)))
 
     def read_input(self, node: fx.Node) -> None:
         values = tensor_values(node)
         if node in self._tangents:
             expected = node in self._expected
-            self._numbers.give(node, [self._numbers.new_tangent(value, expected) for value in values])
+            self._numbers.assign(node, [self._numbers.allocate_tangent(value, expected) for value in values])
             self.segment_of += [0] * len(values)
         else:
-            self._numbers.give(node, [OUTSIDE] * len(values))
+            self._numbers.assign(node, [OUTSIDE] * len(values))
 
     def read(self, node: fx.Node) -> Operation | None:
         """Number the storages of ``node``; returns an operation if the node computes."""
-        made = self._numbers.follow(node)
-        self.segment_of += [node.meta[Mark.SEGMENT]] * len(made)
+        allocated = self._numbers.follow(node)
+        self.segment_of += [node.meta[Mark.SEGMENT]] * len(allocated)
         # Items of tuples, numbers and pure views allocate nothing.
-        if node.target is operator.getitem or is_symbolic_scalar(node) or (not made and is_view(node)):
+        if node.target is operator.getitem or is_symbolic_scalar(node) or (not allocated and is_view(node)):
             return None
         index = self._count
         self._count += 1
@@ -363,17 +363,17 @@ class _OperationReader:
             segment=node.meta[Mark.SEGMENT],
             stage=node.meta[Mark.STAGE],
             reads=tuple(self._numbers.reads(node)),
-            makes=tuple(made),
+            makes=tuple(allocated),
             seconds=node.meta[Mark.SECONDS],
-            inplace_candidates=self._inplace_candidates(node) if self._in_place and len(made) == 1 else (),
+            inplace_candidates=self._inplace_candidates(node) if self._in_place and len(allocated) == 1 else (),
             workspace=node.meta.get(Mark.WORKSPACE, 0),
         )
 
     def _inplace_candidates(self, node: fx.Node) -> tuple[int, ...]:
         candidates = []
         for operand in operands_to_write_over(node):
-            (inplace_candidates,) = self.of(operand)
-            others = [storage for source in input_nodes(node) if source is not operand for storage in self.of(source)]
+            (inplace_candidates,) = self.get(operand)
+            others = [storage for source in input_nodes(node) if source is not operand for storage in self.get(source)]
             # An operand that is read through another argument as well must not be written over.
             if inplace_candidates != OUTSIDE and inplace_candidates not in others:
                 candidates.append(inplace_candidates)

@@ -74,10 +74,10 @@ def is_mask_only(mask: fx.Node) -> bool:
         return False
     # One reader that cannot use the gradient's shape needs the dropout's input.
     later = [user for user in mask.users if user.op != "output" and user.meta.get(Mark.PHASE) is not Phase.FORWARD]
-    return bool(later) and all(rng_shape_source_of(mask, user) is not None for user in later)
+    return bool(later) and all(find_rng_shape_source(mask, user) is not None for user in later)
 
 
-def rng_shape_source_of(mask: fx.Node, reader: fx.Node) -> fx.Node | None:
+def find_rng_shape_source(mask: fx.Node, reader: fx.Node) -> fx.Node | None:
     """The gradient with the shape and layout of the input of the dropout that drew ``mask``; ``None`` if none has."""
     if reader.target not in (aten.native_dropout_backward.default, aten.mul.Tensor) or reader.args[1] is not mask:
         return None

@@ -60,7 +60,7 @@ class RematSchedule:
     blocks: tuple[RematBlock, ...]
     saved: frozenset[fx.Node] = frozenset()
 
-    def on(self, graph: fx.Graph) -> RematSchedule:
+    def copy_to(self, graph: fx.Graph) -> RematSchedule:
         """The same schedule for a copy of the graph, whose nodes have the same names."""
         named = {node.name: node for node in graph.nodes}
 

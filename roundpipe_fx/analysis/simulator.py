@@ -23,9 +23,9 @@ from torch import fx
 
 from roundpipe_fx.analysis.caching_allocator import NO_HISTORY, ROUNDED_TO, CachingAllocator, History
 from roundpipe_fx.analysis.cost import tensor_bytes
-from roundpipe_fx.analysis.liveness import levels_of, peak_of
+from roundpipe_fx.analysis.liveness import find_peak, levels_of
 from roundpipe_fx.analysis.program_events import CALLER, Course
-from roundpipe_fx.analysis.step_of_calls import Footprint, footprint_of
+from roundpipe_fx.analysis.step_of_calls import Footprint, compute_footprint
 from roundpipe_fx.ir.decisions import LiveValue, PeakMoment
 from roundpipe_fx.ir.joint_graph import module_path, tensor_values
 from roundpipe_fx.ir.source import line_of
@@ -40,14 +40,14 @@ def allocation_granularity(device: torch.device) -> int:
     return ROUNDED_TO if device.type == "cuda" else 1
 
 
-def worst_history(course: Course, histories: Sequence[History], owners: Collection[int] = ()) -> History:
-    """The first history after which a step's peak is highest. Other arguments as for :func:`peak_of_course`."""
+def find_worst_history(course: Course, histories: Sequence[History], owners: Collection[int] = ()) -> History:
+    """The first history after which a step's peak is highest. Other arguments as for :func:`find_course_peak`."""
     # A step may begin after several different histories of the allocator; the plan is judged by the worst.
     peaks = [max(levels_of_course(course, CachingAllocator(), owners, history), default=0) for history in histories]
     return histories[peaks.index(max(peaks))]
 
 
-def peak_of_course(
+def find_course_peak(
     course: Course,
     allocator: CachingAllocator | None = None,
     owners: Collection[int] = (),
@@ -68,15 +68,15 @@ def peak_of_course(
     # The caching allocator starts with the blocks that earlier calls and the inputs have left.
     if allocator is not None:
         _begin(course, allocator, owners, history)
-    peak = peak_of(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
+    peak = find_peak(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
     # Simulated twice: the second step finds the blocks that the first one has left, and the larger peak counts.
     if allocator is not None:
         # Gradients and outputs are given back between the steps, as ``zero_grad()`` and the caller do.
         for storage in lasting:
-            allocator.give_back(storage)
-        later = peak_of(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
+            allocator.free(storage)
+        later = find_peak(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
         peak = max(peak, later, key=lambda peak: peak.bytes)
-    call, node = run.events[peak.position].what if peak.position >= 0 else ("", None)
+    call, node = run.events[peak.position].description if peak.position >= 0 else ("", None)
     gradients = set().union(*course.gradients)
     saved = set().union(*course.results[course.forward.outputs :])
     live = [_live(run.makers.get(storage), size, storage in gradients, storage in saved) for storage, size in peak.live]
@@ -101,7 +101,7 @@ def levels_of_course(
     owners: Collection[int] = (),
     history: History = NO_HISTORY,
 ) -> list[int]:
-    """For each event of a step the bytes allocated while it runs: in the step that :func:`peak_of_course` is the peak
+    """For each event of a step the bytes allocated while it runs: in the step that :func:`find_course_peak` is the peak
     of. Arguments as there.
     """
     run = course.run
@@ -116,7 +116,7 @@ def levels_of_course(
     if allocator is None:
         return first
     for storage in course.lasting:
-        allocator.give_back(storage)
+        allocator.free(storage)
     return max(first, levels(), key=lambda step_levels: max(step_levels, default=0))
 
 
@@ -124,11 +124,11 @@ def _begin(course: Course, allocator: CachingAllocator, owners: Collection[int],
     inputs = course.forward.inputs
     # Inputs occupy blocks of the pools too, and split them.
     for index in () if history.has_inputs else dict.fromkeys((*owners, *range(len(inputs)))):
-        allocator.take(_FIRST_INPUT - index, tensor_bytes(tensor_values(inputs[index])))
+        allocator.allocate(_FIRST_INPUT - index, tensor_bytes(tensor_values(inputs[index])))
     allocator.add(history.segments)
 
 
-def footprint_of_course(course: Course, owners: Sequence[int | None] = (), beyond: int = 0) -> Footprint:
+def compute_course_footprint(course: Course, owners: Sequence[int | None] = (), beyond: int = 0) -> Footprint:
     """The footprint of one call of a graph.
 
     Args:
@@ -141,7 +141,7 @@ def footprint_of_course(course: Course, owners: Sequence[int | None] = (), beyon
         if isinstance(node, fx.Node) and owner is not None:
             gradients[owner] += tensor_bytes(tensor_values(node))
     sizes, events = course.run.numbers.sizes, course.run.events
-    return footprint_of(
+    return compute_footprint(
         events, course.ends, sizes, course.lasting, course.arriving, course.outputs, dict(gradients), beyond
     )
 

@@ -16,7 +16,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is
 aten = torch.ops.aten
 
 
-def updated_inputs_read(joint: JointGraph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+def find_updated_inputs_read(joint: JointGraph) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """By node, the inputs that the caller updates after the forward and that the node reads, also through views."""
     behind: dict[fx.Node, tuple[fx.Node, ...]] = {
         node: (node,) for node in joint.inputs if node in joint.mutated_inputs
@@ -37,11 +37,11 @@ class Snapshots:
     def __init__(self, joint: JointGraph, costs: CostModel) -> None:
         self._joint = joint
         self._costs = costs
-        self._taken: dict[fx.Node, fx.Node] = {}
+        self._copies: dict[fx.Node, fx.Node] = {}
 
-    def of(self, source: fx.Node) -> fx.Node:
+    def get_copy(self, source: fx.Node) -> fx.Node:
         """The copy of ``source``, which is inserted at the first call."""
-        if source not in self._taken:
+        if source not in self._copies:
             stage = min(user.meta[Mark.STAGE] for user in source.users if Mark.STAGE in user.meta)
             with self._joint.graph.inserting_before(next(self._joint.computed())):
                 copy = self._joint.graph.create_node(
@@ -52,5 +52,5 @@ class Snapshots:
                 copy.meta["val"] = torch.empty_like(value)
             copy.meta.update({Mark.PHASE: Phase.FORWARD, Mark.STAGE: stage, Mark.SEGMENT: 0})
             annotate_node(copy, self._costs)
-            self._taken[source] = copy
-        return self._taken[source]
+            self._copies[source] = copy
+        return self._copies[source]

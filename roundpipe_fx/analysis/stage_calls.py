@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import fx
 
-from roundpipe_fx.analysis.liveness import peak_of
-from roundpipe_fx.analysis.program_events import Course, Follow, course_of
+from roundpipe_fx.analysis.liveness import find_peak
+from roundpipe_fx.analysis.program_events import Course, Follow, follow_events
 from roundpipe_fx.analysis.storage_ids import OUTSIDE
 from roundpipe_fx.codegen import Program
 from roundpipe_fx.ir.joint_graph import Phase
@@ -87,14 +87,14 @@ def simulate_calls(
         tangents: incoming gradients that the step is expected to get.
         granularity: bytes that the device's allocator rounds sizes up to.
         parameters: numbers of the inputs that all microbatches share.
-        follow: see :func:`roundpipe_fx.analysis.program_events.course_of`; the first microbatch is not followed so.
+        follow: see :func:`roundpipe_fx.analysis.program_events.follow_events`; the first microbatch is not followed so.
 
     Returns:
         memory of each call, and of the values that outlive the call that computes them.
     """
     # Followed twice: a device's first microbatch allocates the sums of gradients, later ones find them.
-    first = _Calls(course_of(forward, backward, tangents, granularity), owners)
-    course = course_of(forward, backward, tangents, granularity, sums=bool(parameters), follow=follow)
+    first = _Calls(follow_events(forward, backward, tangents, granularity), owners)
+    course = follow_events(forward, backward, tangents, granularity, sums=bool(parameters), follow=follow)
     later = _Calls(course, owners)
     calls = [
         CallBytes(call.name, peak, first_peak, first.gradient_bytes(index), later.incoming_gradient_bytes(index))
@@ -131,21 +131,24 @@ class _Calls:
         Args:
             accumulated: numbers of the inputs that have accumulated gradients when the microbatch begins.
         """
-        known = set(accumulated)
+        accumulated_owners = set(accumulated)
         peaks = []
         for index, call in enumerate(self.calls):
             dying, outlive, kept_gradients = self._dying(index), self._outlive[index], self._gradients[index]
             # What comes in and dies here was counted by whoever held it, so the call starts at that level.
             before = self._bytes(dying)
             events = self._events[call.start : call.end]
-            during = peak_of(events, self._sizes, before=dying, lasting=outlive | kept_gradients.keys()).bytes - before
+            during = (
+                find_peak(events, self._sizes, before=dying, lasting=outlive | kept_gradients.keys()).bytes - before
+            )
             # Gradients that the call does not accumulate itself are added one after another, out of place the first
             # time.
             adding = max(
-                (self._sizes[storage] for storage, owner in kept_gradients.items() if owner in known), default=0
+                (self._sizes[storage] for storage, owner in kept_gradients.items() if owner in accumulated_owners),
+                default=0,
             )
             # From the second call on that returns this gradient, it is added to an existing one.
-            known |= set(kept_gradients.values())
+            accumulated_owners |= set(kept_gradients.values())
             after = self._bytes(outlive) - before + self._bytes(kept_gradients) + adding
             peaks.append(max(during, after, 0))
         return peaks
@@ -167,17 +170,17 @@ class _Calls:
         bytes_of_value: Counter[tuple[str, tuple[str, ...], bool, int | None]] = Counter()
         for index, (call, outlive) in enumerate(zip(self.calls, self._outlive, strict=True)):
             for storage in sorted(outlive):
-                by = tuple(self.calls[reader].name for reader in self._readers.get(storage, ()))
-                bytes_of_value[call.name, by, storage in self._returned, self._only_result(index, storage)] += (
+                readers = tuple(self.calls[reader].name for reader in self._readers.get(storage, ()))
+                bytes_of_value[call.name, readers, storage in self._returned, self._only_result(index, storage)] += (
                     self._sizes[storage]
                 )
-        return [HeldBytes(size, *of) for of, size in bytes_of_value.items()]
+        return [HeldBytes(size, *key) for key, size in bytes_of_value.items()]
 
     def _only_result(self, index: int, storage: int) -> int | None:
         """The position of a call's result that alone refers to a storage, and to no other; ``None``: there is none."""
         if storage in self._returned or self._results_with.get(storage, 0) != 1:
             return None
-        if any(storage in of_call for of_call in self._gradients):
+        if any(storage in gradients for gradients in self._gradients):
             return None
         return next(
             (position for position, storages in enumerate(self.calls[index].returns) if storages == [storage]), None
@@ -186,8 +189,8 @@ class _Calls:
     def _outlive_call(self, index: int) -> set[int]:
         """Storages that a call makes and later ones read, or the caller gets."""
         events = self._events[self.calls[index].start : self.calls[index].end]
-        made = {storage for event in events for storage in event.makes}
-        return {s for s in made if self._readers.get(s, [-1])[-1] > index} | (made & self._returned)
+        allocated = {storage for event in events for storage in event.makes}
+        return {s for s in allocated if self._readers.get(s, [-1])[-1] > index} | (allocated & self._returned)
 
     # A storage that the backward of weights reads may die later than in this order: schedules delay that backward.
     def _dying(self, index: int) -> set[int]:

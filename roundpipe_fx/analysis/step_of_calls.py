@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roundpipe_fx.analysis.liveness import Event, levels_of, lifetimes_of
+from roundpipe_fx.analysis.liveness import Event, find_lifetimes, levels_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Footprint:
         return self.saved + self.outputs
 
 
-def footprint_of(
+def compute_footprint(
     events: Sequence[Event],
     forward: int,
     sizes: Sequence[int] | Mapping[int, int],
@@ -85,7 +85,7 @@ def footprint_of(
         within = max((during for during, _ in levels[forward + 1 :]), default=held + come)
         return max(within - held - come, 0) + beyond
 
-    lifetimes = lifetimes_of(events, lasting, arriving)
+    lifetimes = find_lifetimes(events, lasting, arriving)
     # What was made in the forward and is read in the backward. A retained backward keeps all of it to its end.
     saved = [storage for storage, (first, last) in lifetimes.items() if first <= forward < last]
     retaining = levels_of(events, sizes, [*lasting, *saved], arriving)
@@ -185,22 +185,22 @@ def is_usual(calls: int, events: Sequence[tuple[NotedEvent, int]]) -> bool:
     return calls == 1 and [event for event, _ in events if event in _BACKWARDS] in ([], [NotedEvent.BACKWARD])
 
 
-def most_alive(step: NotedStep, graph: str | None = None) -> int:
+def count_most_alive(step: NotedStep, graph: str | None = None) -> int:
     """Largest number of calls of a graph, or of all graphs, that are alive at the same time in a step."""
     alive: set[int] = set()
-    most = 0
-    for what, number in step.events:
+    largest = 0
+    for event, number in step.events:
         if graph is not None and step.calls[number].graph != graph:
             continue
-        if what is NotedEvent.FORWARD:
+        if event is NotedEvent.FORWARD:
             alive.add(number)
-        elif what is NotedEvent.FREED:
+        elif event is NotedEvent.FREED:
             alive.discard(number)
-        most = max(most, len(alive))
-    return most
+        largest = max(largest, len(alive))
+    return largest
 
 
-def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
+def simulate_step_peak(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
     """Peak bytes of a step.
 
     Args:
@@ -210,17 +210,17 @@ def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
     totals: dict[int, int] = {}  # bytes of accumulated gradients, by storage of the input
     waiting: list[int] = []  # calls whose outputs go into a loss that is not computed yet
     went_back: set[int] = set()
-    for what, number in step.events:
+    for event, number in step.events:
         call = step.calls[number]
         footprint = footprints.get(call.graph, call.footprint)
-        if what is NotedEvent.FORWARD:
+        if event is NotedEvent.FORWARD:
             # Inputs that no earlier call knows were allocated within the step.
             live += call.new_input_bytes
             peak = max(peak, live + footprint.forward)
             live += footprint.held
             if not call.consumed:
                 waiting.append(number)
-        elif what in _BACKWARDS:
+        elif event in _BACKWARDS:
             if number in went_back and not call.consumed:
                 waiting.append(number)  # the loss of another backward has memory of its own
             went_back.add(number)
@@ -229,15 +229,15 @@ def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
             waiting.clear()
             peak = max(peak, live + sum(loss.loss for loss in losses))
             live += sum(loss.arriving for loss in losses)
-            is_retained = what is NotedEvent.RETAINED
+            is_retained = event is NotedEvent.RETAINED
             peak = max(peak, live + (footprint.retained if is_retained else footprint.backward))
-            made = sum(footprint.gradients.values())
+            gradient_bytes = sum(footprint.gradients.values())
             # Inputs with a gradient already get the sum of both: the new gradient is freed after it was added.
             added = [size for position, size in footprint.gradients.items() if call.inputs[position] in totals]
             # Autograd accumulates the gradients of an input one after another, out of place the first time.
             freed = 0 if is_retained else footprint.saved
-            peak = max(peak, live - freed + made + max(added, default=0))
-            live += made - sum(added)
+            peak = max(peak, live - freed + gradient_bytes + max(added, default=0))
+            live += gradient_bytes - sum(added)
             totals.update((call.inputs[position], size) for position, size in footprint.gradients.items())
             # The gradients of its outputs, which later calls have computed, have been read.
             live -= sum(totals.pop(storage, 0) for storage in call.outputs)
@@ -266,16 +266,16 @@ class StepNeeds:
 
     def peak(self, footprint: Footprint) -> int:
         """Peak bytes of the largest step, if the graph has a footprint."""
-        whole = dataclasses.replace(footprint, gradients=self.gradients or footprint.gradients)
-        footprints = {**self.footprints, self.graph: whole}
-        return max(peak_of_step(step, footprints) for step in self.steps)
+        planned = dataclasses.replace(footprint, gradients=self.gradients or footprint.gradients)
+        footprints = {**self.footprints, self.graph: planned}
+        return max(simulate_step_peak(step, footprints) for step in self.steps)
 
     @property
     def alive(self) -> int:
         """Largest number of calls of the graph that are alive at the same time."""
-        return max(most_alive(step, self.graph) for step in self.steps)
+        return max(count_most_alive(step, self.graph) for step in self.steps)
 
     @property
     def alive_of_all(self) -> int:
         """Largest number of calls of any graphs that are alive at the same time."""
-        return max(most_alive(step) for step in self.steps)
+        return max(count_most_alive(step) for step in self.steps)

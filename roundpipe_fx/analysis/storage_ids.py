@@ -34,32 +34,32 @@ class StorageIds:
         self._leaves: dict[fx.Node, list[int]] = {}
         self.sizes: list[int] = []
 
-    def of(self, node: fx.Node) -> list[int]:
+    def get(self, node: fx.Node) -> list[int]:
         """Storages of a node's tensors, in order; ``OUTSIDE`` for those that are not counted."""
         return self._leaves.get(node, [])
 
-    def give(self, node: fx.Node, storages: list[int]) -> None:
+    def assign(self, node: fx.Node, storages: list[int]) -> None:
         """Set the storages of a graph input; none for an accumulated gradient that does not exist yet."""
         self._leaves[node] = storages
 
-    def new(self, value: torch.Tensor) -> int:
+    def allocate(self, value: torch.Tensor) -> int:
         """A new storage, of the size of a tensor's storage."""
-        return self.new_of(tensor_bytes([value]))
+        return self.allocate_bytes(tensor_bytes([value]))
 
-    def new_of(self, size: int) -> int:
+    def allocate_bytes(self, size: int) -> int:
         """A new storage of ``size`` bytes."""
         # Rounded up to the allocator's granularity: 1000 bytes are 1024 on CUDA.
         self.sizes.append(-(-size // self._granularity) * self._granularity)
         return len(self.sizes) - 1
 
-    def new_tangent(self, value: torch.Tensor, expected: bool) -> int:
+    def allocate_tangent(self, value: torch.Tensor, expected: bool) -> int:
         """A new storage for an incoming gradient; one that is not expected is an expanded scalar zero."""
         # A gradient that the caller is not expected to give is an expanded zero: one element, whatever its shape.
-        return self.new_of(dense_bytes(value) if expected else value.dtype.itemsize)
+        return self.allocate_bytes(dense_bytes(value) if expected else value.dtype.itemsize)
 
     def reads(self, node: fx.Node) -> list[int]:
         """Storages that a node reads, each once."""
-        return list(dict.fromkeys(s for source in input_nodes(node) for s in self.of(source) if s != OUTSIDE))
+        return list(dict.fromkeys(s for source in input_nodes(node) for s in self.get(source) if s != OUTSIDE))
 
     def follow(self, node: fx.Node) -> list[int]:
         """Number the storages of a node; returns those that it allocates."""
@@ -67,46 +67,46 @@ class StorageIds:
             self._leaves[node] = self._item(node)
             return []
         # A sum is written in place once it exists; the first addition takes over its operand's memory.
-        if node.target in SUMMING and (node.target is add_to or self.of(_total(node))):
-            self._leaves[node] = self.of(_total(node)) or self.of(node.all_input_nodes[-1])
+        if node.target in SUMMING and (node.target is add_to or self.get(_total(node))):
+            self._leaves[node] = self.get(_total(node)) or self.get(node.all_input_nodes[-1])
             return []
         values = tensor_values(node)
         written = _written(node)
         # An operation that writes into an operand makes no storage; its result is that operand.
         if written is not None:
-            self._leaves[node] = list(self.of(written))
+            self._leaves[node] = list(self.get(written))
             return []
         # Fake tensors of operands and results tell which share storages, within this node.
-        known: dict[int, int] = {}
+        storage_of: dict[int, int] = {}
         for source in input_nodes(node):
-            for value, storage in zip(tensor_values(source), self.of(source), strict=False):
+            for value, storage in zip(tensor_values(source), self.get(source), strict=False):
                 if value.layout is torch.strided:
-                    known.setdefault(value.untyped_storage()._cdata, storage)
+                    storage_of.setdefault(value.untyped_storage()._cdata, storage)
         leaves: list[int] = []
-        made: list[int] = []
+        allocated: list[int] = []
         for value in values:
             key = value.untyped_storage()._cdata if value.layout is torch.strided else None
-            if key is not None and key in known:
-                storage = known[key]
+            if key is not None and key in storage_of:
+                storage = storage_of[key]
             else:
-                storage = self.new(value)
-                made.append(storage)
+                storage = self.allocate(value)
+                allocated.append(storage)
                 if key is not None:
-                    known[key] = storage
+                    storage_of[key] = storage
             leaves.append(storage)
         self._leaves[node] = leaves
-        return made
+        return allocated
 
     def _item(self, node: fx.Node) -> list[int]:
         source, index = node.args
         assert isinstance(source, fx.Node)
         value = source.meta.get("val")
         if isinstance(value, torch.Tensor) or not isinstance(index, int):
-            return self.of(source)
+            return self.get(source)
         assert value is not None
         # Items of tuples: the storages are one flat list, so those of earlier items are skipped.
         before = sum(_count_tensors(item) for item in value[:index])
-        return self.of(source)[before : before + _count_tensors(value[index])]
+        return self.get(source)[before : before + _count_tensors(value[index])]
 
 
 def _total(node: fx.Node) -> fx.Node:

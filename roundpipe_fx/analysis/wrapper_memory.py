@@ -71,12 +71,12 @@ def follow_wrapper(
             # Inputs get the numbers of the graph's own storages, so that what the wrapper frees is found in the
             # caller's count.
             arguments.append(torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device))
-            events.comes_in(arguments[-1], leaves[0])
-        function = _loaded(code)
+            events.register(arguments[-1], leaves[0])
+        function = _load_wrapper(code)
         with events:
             returned = function(arguments)
             # What died after the last call is only seen here.
-            events.poll()
+            events.note_freed()
             leaves_of = [[events.number(value)] if isinstance(value, torch.Tensor) else [] for value in returned]
     return FollowedModule(events.operations, events.sizes, leaves_of)
 
@@ -96,7 +96,7 @@ class _StorageEvents(TorchDispatchMode):
         # Weak references: the wrapper alone decides how long a buffer lives.
         self._alive: dict[int, tuple[StorageReference, int]] = {}
 
-    def comes_in(self, value: torch.Tensor, number: int) -> None:
+    def register(self, value: torch.Tensor, number: int) -> None:
         storage = value.untyped_storage()
         self._incoming = max(self._incoming, number + 1)
         self._alive[storage._cdata] = StorageReference(storage), number
@@ -104,7 +104,7 @@ class _StorageEvents(TorchDispatchMode):
     def number(self, value: torch.Tensor) -> int:
         return self._alive[value.untyped_storage()._cdata][1]
 
-    def poll(self) -> None:
+    def note_freed(self) -> None:
         # Each death belongs to the operation before it. ``del arg0_1`` after ``cpp_fused_0`` frees with the kernel that
         # read it last.
         for key, (reference, number) in list(self._alive.items()):
@@ -114,9 +114,9 @@ class _StorageEvents(TorchDispatchMode):
                     self.operations[-1].reads.append(number)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.poll()
+        self.note_freed()
         results = func(*args, **(kwargs or {}))
-        made = []
+        allocated = []
         for value in tree_leaves(results):
             if not isinstance(value, torch.Tensor):
                 continue
@@ -126,11 +126,11 @@ class _StorageEvents(TorchDispatchMode):
                 number = self._incoming + len(self.sizes)
                 self.sizes.append(storage.nbytes())
                 self._alive[storage._cdata] = StorageReference(storage), number
-                made.append(number)
-        of_call = self._workspaces.get(func.name())
-        workspace = 0 if of_call is None else of_call(_node_of_call(func, args, kwargs or {}, results))
-        if made or workspace:
-            self.operations.append(FollowedOperation(-1, [], made, workspace))
+                allocated.append(number)
+        measure = self._workspaces.get(func.name())
+        workspace = 0 if measure is None else measure(_node_of_call(func, args, kwargs or {}, results))
+        if allocated or workspace:
+            self.operations.append(FollowedOperation(-1, [], allocated, workspace))
         return results
 
 
@@ -140,21 +140,21 @@ def _node_of_call(func: Any, args: Any, kwargs: Any, results: Any) -> fx.Node:
 
     def placeholder(operand: torch.Tensor) -> fx.Node:
         node = graph.placeholder("operand")
-        node.meta["val"] = _without_storage(operand)
+        node.meta["val"] = _drop_storage(operand)
         return node
 
     args, kwargs = tree_map_only(torch.Tensor, placeholder, (args, kwargs))
     node = graph.call_function(func, args, kwargs)
-    node.meta["val"] = tree_map_only(torch.Tensor, _without_storage, results)
+    node.meta["val"] = tree_map_only(torch.Tensor, _drop_storage, results)
     return node
 
 
-def _without_storage(value: torch.Tensor) -> torch.Tensor:
+def _drop_storage(value: torch.Tensor) -> torch.Tensor:
     """A fake tensor of the same layout: what a node holds must not keep the code's buffers alive."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _loaded(code: str) -> Callable[[list[Any]], Sequence[Any]]:
+def _load_wrapper(code: str) -> Callable[[list[Any]], Sequence[Any]]:
     """The function ``call`` of a wrapper's code, whose kernels do nothing."""
     tree = ast.parse(code)
     # The import would replace `_Kernels` by the class that compiles kernels, and the `if` at the end benchmarks the
@@ -167,8 +167,12 @@ def _loaded(code: str) -> Callable[[list[Any]], Sequence[Any]]:
         # Allocators of devices that this machine lacks (``empty_strided_cuda``) are replaced, too: fake tensors need
         # none.
         if name.startswith(_ALLOCATES):
-            names[name] = _allocating(name.removeprefix(_ALLOCATES).partition("_")[0])
-    names |= {"assert_size_stride": _nothing, "assert_alignment": _nothing, "reinterpret_tensor": _reinterpreted}
+            names[name] = _make_allocator(name.removeprefix(_ALLOCATES).partition("_")[0])
+    names |= {
+        "assert_size_stride": _accept_check,
+        "assert_alignment": _accept_check,
+        "reinterpret_tensor": _reinterpret,
+    }
     call: Callable[[list[Any]], Sequence[Any]] = names["call"]
     return call
 
@@ -193,16 +197,16 @@ class _Kernel:
         """As those of Triton are."""
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _accept_check(*_: Any, **__: Any) -> None:
     """Stands for a check."""
 
 
-def _allocating(device: str) -> Callable[..., torch.Tensor]:
+def _make_allocator(device: str) -> Callable[..., torch.Tensor]:
     def allocate(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     return allocate
 
 
-def _reinterpreted(value: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
+def _reinterpret(value: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
     return value.as_strided(shape, stride, value.storage_offset() + offset)

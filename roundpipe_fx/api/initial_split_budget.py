@@ -11,7 +11,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from roundpipe_fx.analysis.step_of_calls import Footprint, NotedCall, NotedEvent, NotedStep, StepNeeds, peak_of_step
+from roundpipe_fx.analysis.step_of_calls import (
+    Footprint,
+    NotedCall,
+    NotedEvent,
+    NotedStep,
+    StepNeeds,
+    simulate_step_peak,
+)
 from roundpipe_fx.budget import Found, Infeasible, Result
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.ir.joint_graph import JointGraph
@@ -42,7 +49,7 @@ def lower_as_one_of(
     budget = options.memory_budget
     if isinstance(leanest, Infeasible) or not isinstance(budget, int):
         return leanest
-    if peak_of_step(_chain(joint, 1), {"": leanest.value.footprint}) > budget:
+    if simulate_step_peak(_chain(joint, 1), {"": leanest.value.footprint}) > budget:
         result = lower(joint, options, None)  # in tiles
         if isinstance(result, Found) or result.wants_sizes:
             return result

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost.launches import seconds_with_launches
-from roundpipe_fx.analysis.cost.roofline import Roofline, roofline_of
+from roundpipe_fx.analysis.cost.roofline import Roofline, find_roofline
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.codegen import (
     KnownModules,
@@ -149,7 +149,7 @@ def full_of(setting: Setting) -> int:
 
 def roofline_for(setting: Setting) -> Roofline:
     """The roofline of the device to compile for."""
-    return roofline_of(setting.device, setting.options.device_name)
+    return find_roofline(setting.device, setting.options.device_name)
 
 
 def device_of(joint: JointGraph) -> torch.device:

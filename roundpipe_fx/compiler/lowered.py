@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.allocator_histories import histories_of
+from roundpipe_fx.analysis.allocator_histories import find_histories
 from roundpipe_fx.analysis.caching_allocator import CachingAllocator, History
 from roundpipe_fx.analysis.outside_loss import returned_view_bytes
-from roundpipe_fx.analysis.program_events import Course, Follow, FollowedModule, course_of
-from roundpipe_fx.analysis.simulator import allocation_granularity, footprint_of_course, peak_of_course
+from roundpipe_fx.analysis.program_events import Course, Follow, FollowedModule, follow_events
+from roundpipe_fx.analysis.simulator import allocation_granularity, compute_course_footprint, find_course_peak
 from roundpipe_fx.analysis.step_of_calls import Footprint
 from roundpipe_fx.codegen import Program, StageModule
 from roundpipe_fx.compiler.plan_cache import CachedReport
@@ -140,19 +140,19 @@ class Lowered:
 
     @functools.cached_property
     def _lasting_peak(self) -> PeakMoment:
-        exact = peak_of_course(self._course)
-        peaks = [self._peak_after(history) for history in histories_of(self.setting.device, exact.bytes)]
+        exact = find_course_peak(self._course)
+        peaks = [self._peak_after(history) for history in find_histories(self.setting.device, exact.bytes)]
         return max(peaks, key=lambda peak: peak.bytes, default=exact)
 
     def _peak_after(self, history: History) -> PeakMoment:
-        return peak_of_course(self._course, CachingAllocator(), find_trained_inputs(self.joint), history)
+        return find_course_peak(self._course, CachingAllocator(), find_trained_inputs(self.joint), history)
 
     @functools.cached_property
     def footprint(self) -> Footprint:
         """The memory footprint of one call."""
         # The allocator's rounding is no part of the footprint's events: the difference is added as a whole.
-        beyond = max(self.call_peak.bytes - peak_of_course(self._course).bytes, 0)
-        return footprint_of_course(self._course, self.gradient_owners, beyond)
+        beyond = max(self.call_peak.bytes - find_course_peak(self._course).bytes, 0)
+        return compute_course_footprint(self._course, self.gradient_owners, beyond)
 
 
 def follow_programs(
@@ -174,7 +174,7 @@ def follow_programs(
     granularity = allocation_granularity(device)
     outside = returned_view_bytes(joint, granularity)
     released = [*joint.updates, *sorted(joint.dropped)]
-    return course_of(forward, backward, tangents, granularity, released=released, outside=outside, follow=follow)
+    return follow_events(forward, backward, tangents, granularity, released=released, outside=outside, follow=follow)
 
 
 def without_donation(follow: Follow) -> Follow:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.caching_allocator import allocator_of
+from roundpipe_fx.analysis.caching_allocator import make_allocator
 from roundpipe_fx.analysis.cost.probe import device_text, kernel_settings
 from roundpipe_fx.ir.joint_graph import MARK_USES, JointGraph
 
@@ -71,4 +71,4 @@ def _constant(module: fx.GraphModule, name: str) -> str:
 def describe_device(device: torch.device) -> Iterator[str]:
     """Lines that are equal where kernels need the same memory, and the allocator counts alike."""
     yield f"{device} {device_text(device)}"
-    yield f"{torch.backends.cpu.get_cpu_capability()} {kernel_settings()} {allocator_of(device) is None}"
+    yield f"{torch.backends.cpu.get_cpu_capability()} {kernel_settings()} {make_allocator(device) is None}"

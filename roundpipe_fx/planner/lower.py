@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_fx.analysis.allocator_histories import current_histories
+from roundpipe_fx.analysis.allocator_histories import read_current_histories
 from roundpipe_fx.analysis.cost import COMPILED_STAGES, MeasuredCosts, cost_model
 from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.analysis.cost.probe import write_probes
@@ -239,7 +239,7 @@ def _gather_setting(
     )
     # Of the device itself, and for this process alone: other plans are the same wherever they are made.
     is_own = options.device_name is None and network is None and microbatches == 1
-    histories = current_histories(device) if is_own else ()
+    histories = read_current_histories(device) if is_own else ()
     return Setting(passes=edited_passes(options.passes), context=context, step=step, histories=histories)
 
 

@@ -105,7 +105,7 @@ class CutProgram:
         setting = dataclasses.replace(self.setting, sent=candidate.sent or 0)
         for tried in (schedule,) if early is schedule else (early, schedule):
             copy = (self.joint if followed is not self.whole or self.shared is None else self.shared).copy()
-            remat = remat_schedule(followed, tried).on(copy.graph)
+            remat = remat_schedule(followed, tried).copy_to(copy.graph)
             lowered = emit(copy, setting.with_decisions(schedule=remat), chosen=chosen)
             if lowered.peak.bytes <= chosen.limit:
                 break

@@ -104,7 +104,7 @@ class RegionClasses(Generic[E]):
     @property
     def has_any(self) -> bool:
         """Return whether the graph has a region."""
-        return bool(self._regions.as_wide_as(0) or self._heads)
+        return bool(self._regions.find_wide_regions(0) or self._heads)
 
     def most_tiles(self, region_class: RegionClass) -> int:
         """The largest possible number of tiles of a class."""
@@ -164,7 +164,7 @@ class RegionClasses(Generic[E]):
         """
         heads = [region for region, _ in tiles if region.online]
         by_vocabulary = self._replaced_operations(heads)
-        regions = self._regions.as_wide_as(0)
+        regions = self._regions.find_wide_regions(0)
         others = [region for region in regions if by_vocabulary.isdisjoint(replaced_operations(self._graph, region))]
         tier = self.space.tier(self._joint, self.setting)
         return tilings_by_segment(self._graph, [*others, *heads], limit, self.setting, tier)
@@ -189,7 +189,7 @@ class RegionClasses(Generic[E]):
 
         # Narrower regions only if the wider ones do not suffice. `by_width` yields each region once, so a new search
         # begins here.
-        for regions_so_far in TileRegions(self._graph).by_width():
+        for regions_so_far in TileRegions(self._graph).iterate_by_width():
             known, classes = len(classes), list(group_by_class(regions_so_far).values())
             first = [choose_first_tiles(region_class[0]) for region_class in classes]
             for count in range(known + 1, len(classes) + 1):
@@ -230,7 +230,7 @@ class RegionClasses(Generic[E]):
         # nothing.
         for width in sorted({elements(value) for value in values} | {0}, reverse=True):
             # All regions found so far are among these: a narrow class that is known is compared with the wide ones.
-            classes = group_by_class(self._regions.as_wide_as(width))
+            classes = group_by_class(self._regions.find_wide_regions(width))
             held = self._held_bytes_by_class(bottleneck, running, classes, done)
             if (by_vocabulary and (done or not held)) or any(
                 self._regions_of(region_class)[0].online for region_class in tiles

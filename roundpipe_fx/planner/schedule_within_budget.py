@@ -288,7 +288,9 @@ class _Attempts:
         joint, setting, split = self._cut.joint.copy(), self._cut.setting, self._split
         if not isinstance(saved, Chosen):
             return emit_by_policy(joint, setting, saved, split=split, sums=True, known=known)
-        setting = setting.with_decisions(schedule=remat_schedule(saved.graph, saved.candidate.schedule).on(joint.graph))
+        setting = setting.with_decisions(
+            schedule=remat_schedule(saved.graph, saved.candidate.schedule).copy_to(joint.graph)
+        )
         return emit(joint, setting, chosen=saved, split=split, sums=True, known=known)
 
 

@@ -75,7 +75,7 @@ def make_tiled_frontier(joint: JointGraph, setting: Setting) -> PlansInTiles:
         lower_peak_by_tiles(joint, setting, Space(planned=planned))
         if anywhere:
             graph = split_means(joint, setting)
-            tilings = tilings_by_segment(graph, TileRegions(graph).as_wide_as(0), least[0], setting)
+            tilings = tilings_by_segment(graph, TileRegions(graph).find_wide_regions(0), least[0], setting)
             for _, tiles in sample_evenly([*tilings], _TILINGS):
                 planned(tile_graph(graph, tiles, setting) if tiles else joint, setting)
     return PlansInTiles(plans=noted.alternatives(), seconds=whole[0], anywhere=anywhere)

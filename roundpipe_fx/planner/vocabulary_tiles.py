@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from roundpipe_fx.analysis.cost import CostModel
-from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, online_softmaxes
+from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, find_online_softmaxes
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, is_view
 from roundpipe_fx.passes.online_softmax import log_sum_exp_of, rewrite_online
 
@@ -33,7 +33,7 @@ def find_vocabulary_regions(joint: JointGraph, costs: CostModel) -> list[TileReg
     Returns:
         regions whose nodes are those of a copy of the graph, in which log-softmaxes are written with sums over classes.
     """
-    softmaxes = online_softmaxes(joint)
+    softmaxes = find_online_softmaxes(joint)
     if not softmaxes:
         return []
     copy = rewrite_online(joint.copy(), softmaxes, costs)
@@ -41,7 +41,7 @@ def find_vocabulary_regions(joint: JointGraph, costs: CostModel) -> list[TileReg
     log_sum_exps = {name: log_sum_exp_of(copy, name) for name in softmaxes}
     for name, position in softmaxes.items():
         (scores,) = log_sum_exps[name].all_input_nodes
-        region = regions.around(scores, (position,))
+        region = regions.find_around(scores, (position,))
         # Other heads whose log-sum-exp is computed inside this region are written with sums, too.
         if region is not None:
             online = tuple(other for other, made in log_sum_exps.items() if made in region.members)

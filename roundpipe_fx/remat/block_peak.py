@@ -2,7 +2,7 @@
 
 Hundreds of sequences are tried for a block. So no events are made for each, and no copies are numbered: what a step
 reads is the latest copy, so a storage's copy dies where the next one is made, or where it is read for the last time
-before. The peak is that of :func:`roundpipe_fx.analysis.liveness.peak_of`.
+before. The peak is that of :func:`roundpipe_fx.analysis.liveness.find_peak`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roundpipe_fx.analysis.operations import OperationGraph
-from roundpipe_fx.analysis.step_of_calls import Footprint, NotedStep, StepNeeds, most_alive, peak_of_step
+from roundpipe_fx.analysis.step_of_calls import Footprint, NotedStep, StepNeeds, count_most_alive, simulate_step_peak
 from roundpipe_fx.budget import Found, Infeasible, Result, bytes_text
 from roundpipe_fx.remat.multi_graph_step import FittedGraphs, fit_graphs, make_ladder
 
@@ -178,7 +178,7 @@ class LearnedSteps:
         # The tightest plan decides: calls were planned for budgets of their own.
         budgets = [self._planned[call.graph].budget for call in step.calls if call.graph in self._planned]
         budget = self._asked if first and isinstance(self._asked, int) else max(budgets, default=0)
-        peak = peak_of_step(step, {})
+        peak = simulate_step_peak(step, {})
         # Equal kinds are learned once; a model with ever new kinds of steps (a recurrent loop of random length) stops
         # at a limit.
         new = step.kind not in self._steps and len(self._steps) < _MOST
@@ -200,7 +200,7 @@ class LearnedSteps:
 
     def _describe_change(self, step: NotedStep, peak: int, budget: int, first: bool) -> str:
         graphs = sorted({call.graph for call in step.calls})
-        alive = sum(most_alive(step, graph) for graph in graphs)
+        alive = sum(count_most_alive(step, graph) for graph in graphs)
         calls = f"up to {alive} calls of {len(graphs)} graphs were alive at once in a step"
         if step.retains:
             calls = "a call" if len(step.calls) == 1 else f"{calls}, and one of them"
@@ -265,7 +265,7 @@ class LearnedSteps:
         if not self.expected_parts or not isinstance(self._asked, int):
             return Found(None)
         step = expected()
-        if peak_of_step(step, {}) > self._asked * share:  # as they are planned, for the least bytes
+        if simulate_step_peak(step, {}) > self._asked * share:  # as they are planned, for the least bytes
             fitted = self._fit_steps([step], share)
             return fitted if isinstance(fitted, Infeasible) else Found(None)
         return Found(None)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from roundpipe_fx.analysis.operations import OperationGraph
-from roundpipe_fx.analysis.step_of_calls import Footprint, NotedStep, StepNeeds, peak_of_step
+from roundpipe_fx.analysis.step_of_calls import Footprint, NotedStep, StepNeeds, simulate_step_peak
 from roundpipe_fx.budget import limit_of
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.multi_call_step import candidates_for_step
@@ -89,7 +89,7 @@ def fit_graphs(
         return {**fixed, **chosen}
 
     def peak(levels: list[int]) -> int:
-        return max(peak_of_step(step, footprints(levels)) for step in steps)
+        return max(simulate_step_peak(step, footprints(levels)) for step in steps)
 
     # Level 0 of a ladder recomputes nothing, its last level needs least.
     last = [len(ladders[graph]) - 1 for graph in graphs]

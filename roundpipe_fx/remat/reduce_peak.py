@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from roundpipe_fx.analysis.liveness import Event, peak_of
+from roundpipe_fx.analysis.liveness import Event, find_peak
 from roundpipe_fx.analysis.operations import OperationGraph, PlannedOp
 from roundpipe_fx.remat.block_peak import BlockPeak
 from roundpipe_fx.remat.order import order_events
@@ -114,7 +114,7 @@ class PeakReducer:
             for event, position in zip(events, readers, strict=True)
         ]
         # `known` is the peak of the order as it is; a better order is taken beside it, not instead of it.
-        known = peak_of(events, sizes, self._before, self._lasting).bytes
+        known = find_peak(events, sizes, self._before, self._lasting).bytes
         order = order_events(events, sizes, self._before, self._lasting, known)
         orders = [readers] if order is None else [readers, [readers[position] for position in order]]
         return recompute_per_use(steps, orders, self._peak, below)
@@ -148,7 +148,7 @@ class PeakReducer:
     def _drop_at_peak(self, sequence: list[int]) -> list[int] | None:
         """A sequence in which a storage that is alive at the peak is dropped before it and recomputed after it."""
         events, sizes, copied = self._events(sequence)
-        peak = peak_of(events, sizes, self._before, self._lasting, list_live=True)
+        peak = find_peak(events, sizes, self._before, self._lasting, list_live=True)
         at = peak.position
         readers: dict[int, list[int]] = {}
         for position, event in enumerate(events):

@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roundpipe_fx.analysis.liveness import Event, levels_of, peak_of
+from roundpipe_fx.analysis.liveness import Event, find_peak, levels_of
 from roundpipe_fx.analysis.operations import Operation, OperationGraph, PlannedOp
 from roundpipe_fx.analysis.recomputation import Form
 from roundpipe_fx.analysis.remat_schedule import BackwardOp, RematBlock, RematSchedule
-from roundpipe_fx.analysis.step_of_calls import Footprint, footprint_of
+from roundpipe_fx.analysis.step_of_calls import Footprint, compute_footprint
 from roundpipe_fx.ir.joint_graph import Phase
 
 _SHOWN = 6
@@ -169,20 +169,22 @@ def simulate(graph: OperationGraph, schedule: PlannedSchedule, list_live: bool =
     course = _follow_schedule(graph, schedule)
     events, sizes = course.events, course.sizes
     # `arriving` storages are made outside: incoming gradients, the loss's, saved states of generators.
-    peak = peak_of(events, sizes, (), course.lasting, course.arriving, list_live)
+    peak = find_peak(events, sizes, (), course.lasting, course.arriving, list_live)
     size = peak.bytes if graph.step is None else graph.step.peak(_footprint(graph, course))
     if peak.position < 0:
         return Peak(size, 0, False, None, ())
     event = events[peak.position]
     live = [(name_of(graph, course.copied.get(storage, storage)), size) for storage, size in peak.live[:_SHOWN]]
     # No operation runs at the position between forward and backward: it is the loss outside the model.
-    if event.what is None:
+    if event.description is None:
         live = sorted([*live, ("loss outside", event.workspace)], key=lambda value: -value[1])
         return Peak(size, graph.segments - 1, True, None, tuple(live[:_SHOWN]))
     if event.workspace:
-        live = sorted([*live, (f"workspace of {event.what.node.name}", event.workspace)], key=lambda value: -value[1])
+        live = sorted(
+            [*live, (f"workspace of {event.description.node.name}", event.workspace)], key=lambda value: -value[1]
+        )
     backward = event.reuse_scope[1] is not Phase.FORWARD
-    return Peak(size, event.what.segment, backward, event.what, tuple(live[:_SHOWN]))
+    return Peak(size, event.description.segment, backward, event.description, tuple(live[:_SHOWN]))
 
 
 def levels_of_schedule(graph: OperationGraph, schedule: PlannedSchedule) -> list[int]:
@@ -199,7 +201,7 @@ def footprint(graph: OperationGraph, schedule: PlannedSchedule) -> Footprint:
 def _footprint(graph: OperationGraph, course: _Course) -> Footprint:
     outputs = sum(graph.sizes[storage] for storage in graph.outputs)
     lasting = tuple(course.lasting)
-    return footprint_of(course.events, len(graph.forward), course.sizes, lasting, course.arriving, outputs, {})
+    return compute_footprint(course.events, len(graph.forward), course.sizes, lasting, course.arriving, outputs, {})
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,7 @@ def name_of(graph: OperationGraph, storage: int) -> str:
 def peak_of_forward(graph: OperationGraph, operations: Iterable[Operation], lasting: Collection[int]) -> int:
     """Peak bytes while forward operations run, what they read from outside not counted; ``lasting`` is held."""
     events = [graph.forward_events[operation.index] for operation in operations]
-    return peak_of(events, graph.sizes, lasting=lasting).bytes
+    return find_peak(events, graph.sizes, lasting=lasting).bytes
 
 
 def backward_events(

@@ -18,14 +18,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.allocator_histories import histories_of
+from roundpipe_fx.analysis.allocator_histories import find_histories
 from roundpipe_fx.analysis.caching_allocator import CachingAllocator, History
 from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data, learned_name, seconds_with_launches
 from roundpipe_fx.analysis.memory_timeline import memory_timeline
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.outside_loss import output_bytes
 from roundpipe_fx.analysis.program_events import Follow
-from roundpipe_fx.analysis.simulator import peak_of_course, worst_history
+from roundpipe_fx.analysis.simulator import find_course_peak, find_worst_history
 from roundpipe_fx.codegen import Program, StageModule, own_nodes
 from roundpipe_fx.compiler.lowered import Lowered, find_trained_inputs, follow_programs
 from roundpipe_fx.compiler.planned_values import ValueCosts, allocating, hoist_reason, planned_tiles, planned_values
@@ -155,11 +155,11 @@ def _emitted_step(
     """Read the step off its programs, which is done when somebody looks at the plan."""
     nodes = own_nodes(joint, modules)
     course = follow_programs(joint, forward, backward, tangents, device, follow)
-    histories = *histories_of(device, peak_of_course(course).bytes), *now
+    histories = *find_histories(device, find_course_peak(course).bytes), *now
     memory = memory_timeline(course, nodes)
     if histories:
         trained = find_trained_inputs(joint)
-        worst = worst_history(course, histories, trained)
+        worst = find_worst_history(course, histories, trained)
         memory = memory_timeline(course, nodes, CachingAllocator(), trained, worst)
     return EmittedStep(memory=memory, lines=emitted_lines(modules.values(), nodes))
 

@@ -7,10 +7,10 @@ import torch
 
 import roundpipe_fx
 from roundpipe_fx.analysis import allocator_histories
-from roundpipe_fx.analysis.allocator_histories import current_histories, histories_of
+from roundpipe_fx.analysis.allocator_histories import find_histories, read_current_histories
 from roundpipe_fx.analysis.caching_allocator import NO_HISTORY, CachingAllocator, History, MemorySegment
-from roundpipe_fx.analysis.program_events import course_of
-from roundpipe_fx.analysis.simulator import levels_of_course, peak_of_course, worst_history
+from roundpipe_fx.analysis.program_events import follow_events
+from roundpipe_fx.analysis.simulator import find_course_peak, find_worst_history, levels_of_course
 from tests.report.test_plan_details import plan as plan
 
 MIB = 1 << 20
@@ -18,16 +18,16 @@ MIB = 1 << 20
 
 def test_without_blocks_and_with_one_large_one() -> None:
     free = [[(size, True)] for size in (12 * MIB, 6 * MIB)]
-    assert histories_of(torch.device("cpu"), 11 * MIB) == ()
-    first, *large = histories_of(torch.device("cuda"), 11 * MIB)
+    assert find_histories(torch.device("cpu"), 11 * MIB) == ()
+    first, *large = find_histories(torch.device("cuda"), 11 * MIB)
     assert first == NO_HISTORY
     assert [[*history.segments[0].blocks] for history in large] == free
-    assert histories_of(torch.device("cuda"), 0) == (NO_HISTORY,)
+    assert find_histories(torch.device("cuda"), 0) == (NO_HISTORY,)
 
 
 def test_where_all_is_split_off_there_is_one_history(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert histories_of(torch.device("cuda"), MIB) == current_histories(torch.device("cuda")) == ()
+    assert find_histories(torch.device("cuda"), MIB) == read_current_histories(torch.device("cuda")) == ()
 
 
 def _segment(**changed: Any) -> dict[str, Any]:
@@ -63,17 +63,17 @@ def test_the_blocks_of_the_device_now_and_when_its_cache_is_emptied(monkeypatch:
     free = MemorySegment(is_small=False, blocks=((20 * MIB, True),))
     used = MemorySegment(is_small=False, blocks=((3 * MIB, False), (17 * MIB, True)))
     expected = History((free, used), has_inputs=True), History((used,), has_inputs=True)
-    assert current_histories(torch.device("cuda:0")) == expected
-    assert current_histories(torch.device("cuda:1")) == ()  # there is none
-    assert current_histories(torch.device("cpu")) == ()
+    assert read_current_histories(torch.device("cuda:0")) == expected
+    assert read_current_histories(torch.device("cuda:1")) == ()  # there is none
+    assert read_current_histories(torch.device("cpu")) == ()
 
 
 def test_the_worst_history_is_that_of_the_highest_peak(plan: roundpipe_fx.Plan) -> None:
-    course = course_of(*plan.programs, granularity=512)
+    course = follow_events(*plan.programs, granularity=512)
     # The smallest block that a request fits into is whole a part of it.
     wasteful = History((MemorySegment(is_small=True, blocks=((600 << 10, False), (424 << 10, True))),))
     histories = (NO_HISTORY, wasteful)
-    peaks = [peak_of_course(course, CachingAllocator(), (), history).bytes for history in histories]
-    worst = worst_history(course, histories)
-    assert peak_of_course(course, CachingAllocator(), (), worst).bytes == max(peaks)
+    peaks = [find_course_peak(course, CachingAllocator(), (), history).bytes for history in histories]
+    worst = find_worst_history(course, histories)
+    assert find_course_peak(course, CachingAllocator(), (), worst).bytes == max(peaks)
     assert max(levels_of_course(course, CachingAllocator(), (), worst)) == max(peaks)

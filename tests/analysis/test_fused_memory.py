@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import roundpipe_fx
 from roundpipe_fx.analysis.fused_memory import follow_fused
-from roundpipe_fx.analysis.liveness import Event, peak_of
+from roundpipe_fx.analysis.liveness import Event, find_peak
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.ir.joint_graph import Phase
 from roundpipe_fx.planner import judged_by_code
@@ -36,7 +36,7 @@ def _peak(function: Function, inputs: int, dying: Collection[int] = (), phase: P
     followed = follow_fused(_stage(function, inputs, phase), [[number] for number in range(inputs)], dying)
     events = [Event(None, reads, makes, workspace=size) for _, reads, makes, size in followed.operations]
     returned = [storage for leaves in followed.returns for storage in leaves]
-    return peak_of(events, [0] * inputs + followed.sizes, lasting=returned).bytes / SQUARE
+    return find_peak(events, [0] * inputs + followed.sizes, lasting=returned).bytes / SQUARE
 
 
 def test_a_chain_of_pointwise_operations_allocates_its_result() -> None:

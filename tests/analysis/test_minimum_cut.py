@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundpipe_fx.analysis.minimum_cut import CAPACITY, SINK, SOURCE, UNCUTTABLE, minimum_cut, unit_of
+from roundpipe_fx.analysis.minimum_cut import CAPACITY, SINK, SOURCE, UNCUTTABLE, choose_unit, minimum_cut
 
 VERTICES = 6
 vertices = st.integers(0, VERTICES - 1)
@@ -40,8 +40,8 @@ def test_what_cannot_be_cut_is_not_however_often_it_is_said() -> None:
 
 
 def test_sizes_are_whole_in_their_unit_unless_there_are_too_many() -> None:
-    assert unit_of([12, 8, 20]) == 4
-    assert unit_of([]) == unit_of([0]) == 1
-    unit = unit_of([4 * CAPACITY, 4, 4 * CAPACITY])
+    assert choose_unit([12, 8, 20]) == 4
+    assert choose_unit([]) == choose_unit([0]) == 1
+    unit = choose_unit([4 * CAPACITY, 4, 4 * CAPACITY])
     assert unit % 4 == 0
     assert 8 * CAPACITY / unit <= CAPACITY < 8 * CAPACITY / (unit - 4) + 8

@@ -19,8 +19,8 @@ def test_what_is_known_of_a_stage_module_does_not_keep_it() -> None:
         node.meta["val"] = torch.empty(8, device="meta")
     graph.output((x, y))
     module = fx.GraphModule(nn.Module(), graph)
-    found = program_events._followed(module, ((0,),))
-    assert found is program_events._followed(module, ((0,),))
+    found = program_events._follow_once(module, ((0,),))
+    assert found is program_events._follow_once(module, ((0,),))
     assert found.operations == [(1, [0], [1], 0)] and found.sizes == [32] and found.returns == [[0], [1]]
     kept = weakref.ref(module)
     del module, graph, x, y, node

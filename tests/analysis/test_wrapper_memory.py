@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.liveness import Event, peak_of
+from roundpipe_fx.analysis.liveness import Event, find_peak
 from roundpipe_fx.analysis.program_events import FollowedModule
 from roundpipe_fx.analysis.wrapper_memory import Layout, Workspaces, follow_wrapper
 
@@ -48,7 +48,7 @@ def _followed(body: str, *storages: int, workspaces: Workspaces | None = None, w
 def _peak(followed: FollowedModule, incoming: int) -> int:
     events = [Event(None, reads, makes, workspace=size) for _, reads, makes, size in followed.operations]
     returned = [storage for leaves in followed.returns for storage in leaves]
-    return peak_of(events, [0] * incoming + followed.sizes, lasting=returned).bytes
+    return find_peak(events, [0] * incoming + followed.sizes, lasting=returned).bytes
 
 
 def test_storages_are_made_freed_and_written_over() -> None:

@@ -131,8 +131,8 @@ def test_replicas_of_groups_reduce_over_their_own_links(mesh: dist.DeviceMesh) -
     assert network.node == 2 and network.ring(64, 1).bandwidth == 2 * 50e9
     assert network.ring(2, 1).bandwidth == 450e9 and network.leaves(1, 2, 4, 1) and not network.leaves(0, 1, 4, 1)
     assert DEVICES["H100"].network.between_groups(8).leaves(0, 1, 2, 1)
-    assert DEVICES["H100"].network.ring_of(range(8)) == DEVICES["H100"].network.ring(8, 1)
-    assert DEVICES["H100"].network.ring_of(range(0, 64, 8)) == DEVICES["H100"].network.ring(8, 8)
+    assert DEVICES["H100"].network.make_ring(range(8)) == DEVICES["H100"].network.ring(8, 1)
+    assert DEVICES["H100"].network.make_ring(range(0, 64, 8)) == DEVICES["H100"].network.ring(8, 8)
 
 
 def test_sequence_parallelism_and_the_loss_shared_out(mesh: dist.DeviceMesh) -> None:

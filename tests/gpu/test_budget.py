@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.analysis.cost import synthetic, workspaces_of
+from roundpipe_fx.analysis.cost import predict_workspaces, synthetic
 from roundpipe_fx.analysis.cost.workspace_formulas import Gpu, workspace_by_formula
 from tests.golden_models import GOLDEN, TiedTransformer
 
@@ -122,7 +122,7 @@ def test_what_kernels_allocate_is_seen_on_the_device() -> None:
     node = graph.call_function(gradient, (*inputs, *arguments))
     for item, value in zip((*inputs, node), (*values, result), strict=True):
         item.meta["val"] = value
-    assert workspaces_of([node], torch.device("cuda")).get(node, 0) >= 65536 * 8
+    assert predict_workspaces([node], torch.device("cuda")).get(node, 0) >= 65536 * 8
 
 
 def _called(target: Any, *arguments: Any) -> torch.fx.Node:
@@ -166,7 +166,7 @@ def test_kernels_allocate_no_more_than_formulas_say(call: tuple[Any, ...]) -> No
     device = Gpu(properties.multi_processor_count, properties.max_threads_per_multi_processor)
     node = _called(*call)
     bound = workspace_by_formula(node, device)
-    assert bound is not None and workspaces_of([node], torch.device("cuda")).get(node, 0) <= bound
+    assert bound is not None and predict_workspaces([node], torch.device("cuda")).get(node, 0) <= bound
 
 
 def test_a_formula_counts_where_the_device_has_no_memory_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,4 +174,4 @@ def test_a_formula_counts_where_the_device_has_no_memory_for_a_trial(monkeypatch
     node = _called(aten._softmax_backward_data.default, values, values, -1, torch.float32)
     monkeypatch.setattr(synthetic, "available_memory", lambda device: 0)
     monkeypatch.setattr(synthetic, "_SMALL", 0)
-    assert workspaces_of([node], torch.device("cuda")) == {node: 2048}
+    assert predict_workspaces([node], torch.device("cuda")) == {node: 2048}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import roundpipe_fx
-from roundpipe_fx.analysis.cost import DEVICES, Roofline, calibration, cost_model, roofline_of
+from roundpipe_fx.analysis.cost import DEVICES, Roofline, calibration, cost_model, find_roofline
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -94,22 +94,22 @@ def test_less_memory_than_it_takes_is_said_in_the_log(
 ) -> None:
     monkeypatch.setattr(calibration, "_BYTES", 1 << 60)
     with caplog.at_level(logging.WARNING):
-        assert _modelled() == roofline_of(DEVICE)
+        assert _modelled() == find_roofline(DEVICE)
     assert "the table's rates are used" in caplog.text and "are free" in caplog.text
     assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("part", ["_products", "_memory_and_launches", "_link", "_attention"])
+@pytest.mark.parametrize("part", ["_time_products", "_time_memory_and_launches", "_time_link", "_time_attention"])
 def test_running_out_of_memory_restores_all(
     part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _multiplied(DEVICE)
-    seconds, kept = calibration._Clock._seconds, list[str]()
+    seconds, kept = calibration._Clock._time_run, list[str]()
 
     def fail(clock: Any, run: Any, times: int = 4) -> float:
         if kept == [part]:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return seconds(clock, run, times) if part != "_products" else seconds(clock, run, 1)
+        return seconds(clock, run, times) if part != "_time_products" else seconds(clock, run, 1)
 
     original = getattr(calibration._Clock, part)
 
@@ -117,11 +117,11 @@ def test_running_out_of_memory_restores_all(
         kept.append(part)
         return original(clock, *args)
 
-    monkeypatch.setattr(calibration._Clock, "_seconds", fail)
+    monkeypatch.setattr(calibration._Clock, "_time_run", fail)
     monkeypatch.setattr(calibration._Clock, part, marked)
     before = _state(DEVICE)
     with caplog.at_level(logging.WARNING):
-        assert _modelled() == roofline_of(DEVICE)
+        assert _modelled() == find_roofline(DEVICE)
     assert "CUDA out of memory" in caplog.text
     assert _state(DEVICE) == before
 
@@ -131,16 +131,16 @@ def test_a_slow_device_keeps_the_rates_of_the_table(
 ) -> None:
     monkeypatch.setattr(calibration, "_SECONDS", 0.0)
     with caplog.at_level(logging.WARNING):
-        assert _modelled() == roofline_of(DEVICE)
+        assert _modelled() == find_roofline(DEVICE)
     assert "it takes longer than 0 s" in caplog.text
 
 
 def test_ranks_and_plans_for_other_devices_take_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_measure", None)
     assert cost_model("roofline", torch.device("cuda"), "H100") == DEVICES["H100"]
-    assert cost_model("roofline", DEVICE, None, DEVICES["H100"].network).rates == roofline_of(DEVICE).rates
+    assert cost_model("roofline", DEVICE, None, DEVICES["H100"].network).rates == find_roofline(DEVICE).rates
     monkeypatch.setattr(calibration, "_has_ranks", lambda: True)
-    assert _modelled() == roofline_of(DEVICE)
+    assert _modelled() == find_roofline(DEVICE)
 
 
 def test_a_compiled_model_names_its_rates() -> None:

@@ -156,15 +156,15 @@ def test_checkpointable_within_its_limit() -> None:
     ).cuda()
     x = torch.randn(4096, 256, device="cuda")
 
-    def peak_of(run: torch.nn.Module) -> int:
+    def find_peak(run: torch.nn.Module) -> int:
         run.zero_grad(set_to_none=True)
         with roundpipe_fx.measure_peak("cuda") as peak:
             run(x).square().mean().backward()
         return peak.bytes
 
-    peak_of(model)
-    limit = peak_of(model) // 2
-    assert peak_of(Checkpointable(model, x, mem_limit=limit)) <= limit
+    find_peak(model)
+    limit = find_peak(model) // 2
+    assert find_peak(Checkpointable(model, x, mem_limit=limit)) <= limit
 
 
 @pytest.mark.parametrize("offload_to_cpu", [False, True])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_fx.analysis.cost.roofline import DEVICES, flops_of, numbers_drawn
+from roundpipe_fx.analysis.cost.roofline import DEVICES, count_flops, numbers_drawn
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_view
 from roundpipe_fx.passes.annotate import annotate
 from tests.capturing import capture_joint
@@ -57,7 +57,7 @@ def test_tuples_are_counted_at_their_maker() -> None:
 def test_flops_and_roofline() -> None:
     joint = _annotated(nn.Linear(16, 32, bias=False), torch.randn(8, 16))
     (product,) = [n for n in joint.in_phase(Phase.FORWARD) if n.target is aten.mm.default]
-    assert flops_of(product) == product.meta[Mark.FLOPS] == 2 * 8 * 16 * 32
+    assert count_flops(product) == product.meta[Mark.FLOPS] == 2 * 8 * 16 * 32
     traffic = 4 * (8 * 16 + 16 * 32 + 8 * 32)
     expected = max(2 * 8 * 16 * 32 / CPU.flops[torch.float32], traffic / CPU.bandwidth) + CPU.overhead
     assert product.meta[Mark.SECONDS] == expected

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from roundpipe_fx.analysis.tiling import online_softmaxes
+from roundpipe_fx.analysis.tiling import find_online_softmaxes
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.text import joint_text
 from roundpipe_fx.ir.verifier import snapshot, verify
@@ -69,7 +69,7 @@ def joint(
 def written(text: str) -> str:
     joint = joint_of(text)
     before = snapshot(joint)
-    made = rewrite_online(joint, online_softmaxes(joint), CPU)
+    made = rewrite_online(joint, find_online_softmaxes(joint), CPU)
     verify(made, "online_softmax", before, {"online_softmax"})
     return joint_text(made)
 
@@ -184,7 +184,7 @@ def summed_graph(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> 
 def test_losses_and_gradients_are_the_same(name: str) -> None:
     joint, given = summed_graph(CROSS_ENTROPIES[name])
     expected = run_joint(joint, given)
-    names = online_softmaxes(joint)
+    names = find_online_softmaxes(joint)
     assert names
     found = run_joint(rewrite_online(joint, names, CPU), given)
     assert not any(node.target is torch.ops.aten._log_softmax.default for node in joint.graph.nodes)
@@ -212,7 +212,7 @@ MIXED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", MIXED)
 def test_what_reads_more_of_a_row_stays(name: str) -> None:
     joint, _ = summed_graph(MIXED[name])
-    assert not online_softmaxes(joint)
+    assert not find_online_softmaxes(joint)
 
 
 def test_a_returned_one_stays() -> None:
@@ -223,4 +223,4 @@ def test_a_returned_one_stays() -> None:
     model = Head(loss)  # type: ignore[arg-type]
     x, labels = torch.randn(2, 5, 8).double(), torch.randint(0, 40, (2, 5))
     joint = split_mean_losses(annotate(capture_joint(model, x, labels), CPU), CPU)
-    assert not online_softmaxes(joint)
+    assert not find_online_softmaxes(joint)

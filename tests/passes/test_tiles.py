@@ -23,7 +23,7 @@ def tiled(text: str, tiles: int) -> str:
     """The graph after its regions became loops, and the loops."""
     joint = joint_of(text)
     before = snapshot(joint)
-    regions = TileRegions(joint).as_wide_as(0)
+    regions = TileRegions(joint).find_wide_regions(0)
     made: JointGraph = tile_regions(joint, [(region, tiles) for region in regions], COSTS)
     verify(made, "tiles", before, {"tiles"})
     return "\n\n".join([joint_text(made), *map(loop_text, loops_of(made.graph))])
@@ -265,7 +265,7 @@ def test_regions_that_read_each_others_results(tiles: int) -> None:
     annotate(joint, cost_model("roofline", torch.device("cpu")))
     inputs = example_inputs(joint)
     expected = run_joint(joint, inputs)
-    regions = TileRegions(joint).as_wide_as(0)
+    regions = TileRegions(joint).find_wide_regions(0)
     assert len(regions) == 3
     made = tile_regions(joint, [(region, tiles) for region in regions], COSTS)
     assert len(loops_of(made.graph)) == 6

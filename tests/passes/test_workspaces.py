@@ -58,7 +58,7 @@ def joint(
 
 def test_as_text_what_was_seen_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     """What kernels of this machine need is not to be in the text."""
-    monkeypatch.setattr(workspaces, "workspaces_of", lambda nodes, *_: dict.fromkeys(nodes, 4096))
+    monkeypatch.setattr(workspaces, "predict_workspaces", lambda nodes, *_: dict.fromkeys(nodes, 4096))
     before = """\
 def joint(
     x: float32[4, 8],

@@ -40,7 +40,7 @@ def look(
 
     def stop(joint: JointGraph, budget: int, setting: Setting, space: object) -> Any:
         graph = split_means(joint, setting)
-        found.append(with_graph(graph, TileRegions(graph).as_wide_as(0), setting))
+        found.append(with_graph(graph, TileRegions(graph).find_wide_regions(0), setting))
         raise Looked
 
     monkeypatch.setattr(lower, "search", stop)

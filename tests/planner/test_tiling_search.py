@@ -176,7 +176,7 @@ def test_no_other_tiles_make_a_shorter_step(budget: int, monkeypatch: pytest.Mon
 
     def by_exhaustion(joint: Any, budget: int, setting: Setting, space: Space[Any]) -> Any:
         graph = split_means(joint, setting)
-        regions = TileRegions(graph).as_wide_as(0)
+        regions = TileRegions(graph).find_wide_regions(0)
         assert len(regions) == 4
         for numbers in itertools.product((1, 2, 4), repeat=len(regions)):
             tiles = [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]

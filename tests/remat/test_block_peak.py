@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from roundpipe_fx.analysis.liveness import peak_of
+from roundpipe_fx.analysis.liveness import find_peak
 from roundpipe_fx.remat.block_peak import BlockPeak
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.schedule import backward_events, recompute_just_in_time
@@ -49,7 +49,7 @@ def test_the_peak_is_that_of_events(data: st.DataObject) -> None:
             sequence.insert(data.draw(st.integers(sequence.index(position) + 1, len(sequence))), position)
     sizes = dict(enumerate(graph.sizes))
     events, _, _ = backward_events(graph, [steps[position] for position in sequence], sizes, {})
-    expected = peak_of(events, sizes, before, lasting).bytes
+    expected = find_peak(events, sizes, before, lasting).bytes
     peak = BlockPeak(graph, steps, before, lasting)
     assert peak(sequence) == expected
     most = data.draw(st.integers(0, 2 * expected))

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_fx.analysis.liveness import Event, peak_of
+from roundpipe_fx.analysis.liveness import Event, find_peak
 from roundpipe_fx.remat.order import order_events
 
 
@@ -31,7 +31,7 @@ def _peaks(found: list[Event], sizes: dict[int, int], lasting: set[int]) -> list
     for order in itertools.permutations(found):
         made = {0}
         if all(set(event.reads) <= made and not made.update(event.makes) for event in order):
-            peaks.append(peak_of(order, sizes, {0}, lasting).bytes)
+            peaks.append(find_peak(order, sizes, {0}, lasting).bytes)
     return peaks
 
 
@@ -42,7 +42,7 @@ def test_finds_the_best_order_of_few_events(case: tuple[list[Event], dict[int, i
     best = min(_peaks(found, sizes, lasting))
     order = order_events(found, sizes, {0}, lasting, below=best + 1, width=50)
     assert order is not None and sorted(order) == list(range(len(found)))
-    assert peak_of([found[p] for p in order], sizes, {0}, lasting).bytes == best
+    assert find_peak([found[p] for p in order], sizes, {0}, lasting).bytes == best
     assert order_events(found, sizes, {0}, lasting, below=best, width=50) is None
 
 
@@ -50,7 +50,7 @@ def test_what_frees_memory_runs_first() -> None:
     # 1 and 2 are large; 3 frees 1, so it should not wait for 2.
     chain = [Event("a", [0], [1]), Event("b", [0], [2]), Event("c", [1], [3]), Event("d", [2], [4])]
     sizes = {0: 1, 1: 10, 2: 10, 3: 1, 4: 1}
-    known = peak_of(chain, sizes, {0}, {3, 4}).bytes
+    known = find_peak(chain, sizes, {0}, {3, 4}).bytes
     order = order_events(chain, sizes, {0}, {3, 4}, known)
     assert order is not None  # the one that is made first is read before the other is made
-    assert peak_of([chain[p] for p in order], sizes, {0}, {3, 4}).bytes == 12 < known
+    assert find_peak([chain[p] for p in order], sizes, {0}, {3, 4}).bytes == 12 < known

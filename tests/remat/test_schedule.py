@@ -9,9 +9,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from roundpipe_fx.analysis.program_events import course_of
+from roundpipe_fx.analysis.program_events import follow_events
 from roundpipe_fx.analysis.read_operations import read_operations
-from roundpipe_fx.analysis.simulator import peak_of_course
+from roundpipe_fx.analysis.simulator import find_course_peak
 from roundpipe_fx.codegen import emit_backward_program, emit_forward_program
 from roundpipe_fx.remat.blocks import Blocks, planned_schedule
 from roundpipe_fx.remat.chain_search import search
@@ -55,7 +55,7 @@ def test_any_choice_gives_the_same_bits_within_the_simulated_bytes(
     modules = listed.stage_modules(joint, setting)
     forward, backward = emit_forward_program(joint, modules), emit_backward_program(joint, modules)
     # What is held and read by nobody is dead code.
-    assert peak_of_course(course_of(forward, backward, joint.expected_tangents)).bytes <= planned.bytes
+    assert find_course_peak(follow_events(forward, backward, joint.expected_tangents)).bytes <= planned.bytes
     torch.manual_seed(1)
     found = _run_programs(joint, setting, inputs)
     assert len(found) == len(expected)
@@ -78,7 +78,7 @@ def test_plans_that_are_found_are_simulated_to_the_byte(chain: list, stages: int
     joint = listed.planned(joint, setting, remat_schedule(graph, early))
     modules = listed.stage_modules(joint, setting)
     forward, backward = emit_forward_program(joint, modules), emit_backward_program(joint, modules)
-    peak = peak_of_course(course_of(forward, backward, joint.expected_tangents)).bytes
+    peak = find_course_peak(follow_events(forward, backward, joint.expected_tangents)).bytes
     assert peak == simulate(graph, early).bytes <= chosen.peak.bytes
 
 

@@ -10,9 +10,9 @@ import torch
 
 import roundpipe_fx
 from roundpipe_fx.analysis.caching_allocator import CachingAllocator
-from roundpipe_fx.analysis.liveness import Event, levels_of, lifetimes_of, peak_of
-from roundpipe_fx.analysis.program_events import course_of
-from roundpipe_fx.analysis.simulator import levels_of_course, peak_of_course
+from roundpipe_fx.analysis.liveness import Event, find_lifetimes, find_peak, levels_of
+from roundpipe_fx.analysis.program_events import follow_events
+from roundpipe_fx.analysis.simulator import find_course_peak, levels_of_course
 from roundpipe_fx.ir.decisions import LISTS
 from roundpipe_fx.report.plan_details import details_as_data, details_from_data
 from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
@@ -126,9 +126,9 @@ def test_plans_without_budget_or_backward_or_frontier() -> None:
 
 
 def test_with_a_caching_allocator_the_moments_are_those_of_the_peak(plan: roundpipe_fx.Plan) -> None:
-    course = course_of(*plan.programs, granularity=512)
+    course = follow_events(*plan.programs, granularity=512)
     levels = levels_of_course(course, CachingAllocator(), range(3))
-    assert max(levels) == peak_of_course(course, CachingAllocator(), range(3)).bytes > plan.peak.bytes
+    assert max(levels) == find_course_peak(course, CachingAllocator(), range(3)).bytes > plan.peak.bytes
 
 
 def test_lifetimes_and_levels_of_events() -> None:
@@ -136,5 +136,7 @@ def test_lifetimes_and_levels_of_events() -> None:
     sizes = [100, 600, 1500]
     levels = levels_of(events, sizes, (2,), {}, CachingAllocator())
     assert [during for during, _ in levels] == [512, 512 + 1024, 1024 + 1536 + 1024]
-    assert max(during for during, _ in levels) == peak_of(events, sizes, (), (2,), {}, False, CachingAllocator()).bytes
-    assert lifetimes_of(events, (2,), {1: (3,)}) == {0: (0, 1), 3: (1, 1), 1: (1, 2), 2: (2, 2)}
+    assert (
+        max(during for during, _ in levels) == find_peak(events, sizes, (), (2,), {}, False, CachingAllocator()).bytes
+    )
+    assert find_lifetimes(events, (2,), {1: (3,)}) == {0: (0, 1), 3: (1, 1), 1: (1, 2), 2: (2, 2)}

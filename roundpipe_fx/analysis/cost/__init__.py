@@ -7,8 +7,8 @@ import dataclasses
 import torch
 
 from roundpipe_fx.analysis.cost.added import annotate_added
-from roundpipe_fx.analysis.cost.calibration import calibrated
-from roundpipe_fx.analysis.cost.launches import launches_of, seconds_with_launches
+from roundpipe_fx.analysis.cost.calibration import load_or_calibrate
+from roundpipe_fx.analysis.cost.launches import count_launches, seconds_with_launches
 from roundpipe_fx.analysis.cost.measured import MeasuredCosts
 from roundpipe_fx.analysis.cost.model import CostModel, annotate_node, tensor_bytes
 from roundpipe_fx.analysis.cost.network import Network
@@ -18,11 +18,11 @@ from roundpipe_fx.analysis.cost.real_layout import (
     layout_of,
     note_real_values,
     note_sparse_bytes,
-    real_values,
-    small_values,
+    predict_real_values,
+    probe_small_values,
 )
-from roundpipe_fx.analysis.cost.roofline import DEVICES, Roofline, flops_of, roofline_of
-from roundpipe_fx.analysis.cost.workspace import COMPILED_STAGES, depends_on_data, learned_name, workspaces_of
+from roundpipe_fx.analysis.cost.roofline import DEVICES, Roofline, count_flops, find_roofline
+from roundpipe_fx.analysis.cost.workspace import COMPILED_STAGES, depends_on_data, learned_name, predict_workspaces
 
 __all__ = [
     "COMPILED_STAGES",
@@ -33,21 +33,21 @@ __all__ = [
     "annotate_added",
     "annotate_node",
     "cost_model",
+    "count_flops",
+    "count_launches",
     "depends_on_data",
-    "flops_of",
+    "find_roofline",
     "is_plainly_contiguous",
-    "launches_of",
     "layout_of",
     "learned_name",
     "note_real_values",
     "note_sparse_bytes",
-    "real_values",
+    "predict_real_values",
+    "predict_workspaces",
+    "probe_small_values",
     "results_on_host",
-    "roofline_of",
     "seconds_with_launches",
-    "small_values",
     "tensor_bytes",
-    "workspaces_of",
 ]
 
 
@@ -60,9 +60,9 @@ def cost_model(kind: str, device: torch.device, name: str | None = None, network
         name: name of a device in :data:`DEVICES` to model instead of ``device``.
         network: the links over which collectives of the graph run; ``None``: the usual ones of such devices.
     """
-    roofline = roofline_of(device, name)
+    roofline = find_roofline(device, name)
     if network is not None:
         roofline = dataclasses.replace(roofline, network=network)
     elif name is None and device.type == "cuda" and torch.cuda.is_available():
-        roofline = calibrated(roofline, device)
+        roofline = load_or_calibrate(roofline, device)
     return roofline if kind == "roofline" else MeasuredCosts.load(roofline, device)

@@ -9,7 +9,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost.model import CostModel, annotate_node
 from roundpipe_fx.analysis.cost.real_layout import note_real_values
-from roundpipe_fx.analysis.cost.workspace import workspaces_of
+from roundpipe_fx.analysis.cost.workspace import predict_workspaces
 from roundpipe_fx.ir.joint_graph import Mark
 
 
@@ -32,5 +32,5 @@ def annotate_added(
         node.meta.pop(Mark.WORKSPACE, None)
         annotate_node(node, costs)
     if device is not None:
-        for node, size in workspaces_of(added, device, fused=not eager, present=present).items():
+        for node, size in predict_workspaces(added, device, fused=not eager, present=present).items():
             node.meta[Mark.WORKSPACE] = size

@@ -54,11 +54,11 @@ _rates: dict[Path, Mapping[str, float] | None] = {}
 """Rates of this process's devices, by file; ``None``: the table's are taken."""
 
 
-class _TooSlow(RuntimeError):
+class _TooSlowError(RuntimeError):
     """The device needs more than the seconds that a calibration may take."""
 
 
-def calibrated(table: Roofline, device: torch.device) -> Roofline:
+def load_or_calibrate(table: Roofline, device: torch.device) -> Roofline:
     """The rates of a CUDA device, measured if they are not known.
 
     Args:
@@ -77,9 +77,9 @@ def calibrated(table: Roofline, device: torch.device) -> Roofline:
         if path not in _rates:
             if torch.cuda.is_current_stream_capturing():
                 return table
-            _rates[path] = _read(path, device) or _measured(path, device)
+            _rates[path] = _read(path, device) or _measure_and_store(path, device)
         rates = _rates[path]
-    return table if rates is None else _with_rates(table, rates, device)
+    return table if rates is None else _apply_rates(table, rates, device)
 
 
 def _has_ranks() -> bool:
@@ -87,7 +87,7 @@ def _has_ranks() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _with_rates(table: Roofline, rates: Mapping[str, float], device: torch.device) -> Roofline:
+def _apply_rates(table: Roofline, rates: Mapping[str, float], device: torch.device) -> Roofline:
     halves = torch.float16, torch.bfloat16
     return dataclasses.replace(
         table,
@@ -136,12 +136,12 @@ def _names() -> tuple[str, ...]:
     return (*map(str, _DTYPES), "attention forward", "attention backward", *others)
 
 
-def _measured(path: Path, device: torch.device) -> Mapping[str, float] | None:
+def _measure_and_store(path: Path, device: torch.device) -> Mapping[str, float] | None:
     """Measure and store; ``None``: it was not possible, which the log says."""
     reserved = torch.cuda.memory_reserved(device)
     rates, failure = None, ""
     try:
-        rates = {name: _rounded(rate) for name, rate in _measure(device).items()}
+        rates = {name: _round_rate(rate) for name, rate in _measure(device).items()}
     except (RuntimeError, NotImplementedError) as error:  # memory ran out, or a kernel is missing
         failure = str(error)
     # Outside the handler nothing holds tensors any more.
@@ -158,7 +158,7 @@ def _measured(path: Path, device: torch.device) -> Mapping[str, float] | None:
     return rates
 
 
-def _rounded(rate: float) -> float:
+def _round_rate(rate: float) -> float:
     """The nearest step."""
     # Steps of 5 %: ``10**(1/48)`` is 1.049. Noise between runs rarely crosses a step, and then plans stay the same.
     return float(f"{10 ** (round(_STEPS * math.log10(rate)) / _STEPS):.4g}")
@@ -187,22 +187,22 @@ class _Clock:
         """All rates, as measured.
 
         Raises:
-            _TooSlow: the deadline has passed.
+            _TooSlowError: the deadline has passed.
         """
         with torch.no_grad():
-            rates = {str(dtype): self._products(dtype) for dtype in _DTYPES}
+            rates = {str(dtype): self._time_products(dtype) for dtype in _DTYPES}
             # In a thread, which has none of the caller's hooks and transforms. Autograd's thread lets go of gradients a
             # little later; other work follows, so they are gone at the end.
-            rates |= run_in_thread(functools.partial(self._attention, rates[str(torch.bfloat16)]))
-            rates |= self._memory_and_launches()
-            return rates | self._link()
+            rates |= run_in_thread(functools.partial(self._time_attention, rates[str(torch.bfloat16)]))
+            rates |= self._time_memory_and_launches()
+            return rates | self._time_link()
 
-    def _seconds(self, run: Callable[[], Any], times: int = 4) -> float:
+    def _time_run(self, run: Callable[[], Any], times: int = 4) -> float:
         """Seconds of a run on the device, once it has run before."""
         # The first run loads kernels and chooses algorithms.
         run()
         if time.perf_counter() > self.deadline:
-            raise _TooSlow(f"it takes longer than {_SECONDS:g} s")
+            raise _TooSlowError(f"it takes longer than {_SECONDS:g} s")
         start, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(times):
@@ -211,58 +211,58 @@ class _Clock:
         end.synchronize()
         return max(start.elapsed_time(end) * 1e-3 / times, 1e-9)
 
-    def _numbers(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def _draw_numbers(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Numbers of both signs: products of zeros take less power, and are faster."""
         return torch.arange(math.prod(shape), device=self.device, dtype=torch.float32).sin_().to(dtype).view(shape)
 
-    def _products(self, dtype: torch.dtype) -> float:
+    def _time_products(self, dtype: torch.dtype) -> float:
         """Operations per second of all products together."""
         # ``2 n³`` operations of a small product give a first idea of the rate, and so of the sizes that take
         # `_PRODUCT_SECONDS`.
-        probe = self._numbers(_PROBE, _PROBE, dtype=dtype)
-        rate = 2 * _PROBE**3 / self._seconds(lambda: probe @ probe)
+        probe = self._draw_numbers(_PROBE, _PROBE, dtype=dtype)
+        rate = 2 * _PROBE**3 / self._time_run(lambda: probe @ probe)
         flops, seconds = 0, 0.0
         for sizes in _PRODUCTS:
             # Each side is divided by the cube root, so that the product has as many operations fewer.
             smaller = max(1.0, 2 * math.prod(sizes) / rate / _PRODUCT_SECONDS) ** (1 / 3)
             rows, inner, columns = (max(32, int(size / smaller) // 32 * 32) for size in sizes)
-            left = self._numbers(rows, inner, dtype=dtype)
-            right = self._numbers(columns, inner, dtype=dtype).t()
-            taken = self._seconds(functools.partial(torch.mm, left, right))
-            flops, seconds = flops + 2 * rows * inner * columns, seconds + taken
+            left = self._draw_numbers(rows, inner, dtype=dtype)
+            right = self._draw_numbers(columns, inner, dtype=dtype).t()
+            duration = self._time_run(functools.partial(torch.mm, left, right))
+            flops, seconds = flops + 2 * rows * inner * columns, seconds + duration
             # Later sizes are chosen by the best rate so far: the probe is too small to keep the device busy.
-            rate = max(rate, 2 * rows * inner * columns / taken)
+            rate = max(rate, 2 * rows * inner * columns / duration)
         return flops / seconds
 
-    def _attention(self, rate: float) -> dict[str, float]:
+    def _time_attention(self, rate: float) -> dict[str, float]:
         """Operations per second of attention, causal as most models have it."""
         tokens, heads, width = 2048, 16, 128
         # Seven products of the forward and the backward, of which a causal mask halves the scores.
         while tokens > 64 and 7 * 2 * heads * tokens**2 * width / 2 > rate * _PRODUCT_SECONDS:
             tokens //= 2
-        queries, keys, values = (self._numbers(2, heads, tokens, width, dtype=torch.bfloat16) for _ in range(3))
+        queries, keys, values = (self._draw_numbers(2, heads, tokens, width, dtype=torch.bfloat16) for _ in range(3))
         attend = functools.partial(scaled_dot_product_attention, queries, keys, values, is_causal=True)
         flops = 2 * 4 * heads * width * tokens * (tokens + 1) // 2
         with torch.accelerator.device_index(self.device.index), torch.nn.attention.sdpa_kernel(_FUSED):
             with torch.no_grad():
-                forward = self._seconds(attend)
+                forward = self._time_run(attend)
             with torch.enable_grad():
                 leaves = [value.requires_grad_() for value in (queries, keys, values)]
                 result = attend()
                 incoming = result.detach()
-                backward = self._seconds(lambda: torch.autograd.grad(result, leaves, incoming, retain_graph=True))
+                backward = self._time_run(lambda: torch.autograd.grad(result, leaves, incoming, retain_graph=True))
         # The backward has five products where the forward has two.
         return {"attention forward": flops / forward, "attention backward": 5 * flops / 2 / backward}
 
-    def _memory_and_launches(self) -> dict[str, float]:
-        source, target, one = (
+    def _time_memory_and_launches(self) -> dict[str, float]:
+        source, target, number = (
             torch.zeros(size, dtype=torch.uint8, device=self.device) for size in (_COPIED, _COPIED, 1)
         )
-        copy = self._seconds(lambda: target.copy_(source))
+        copy = self._time_run(lambda: target.copy_(source))
 
         def launch() -> None:
             for _ in range(_LAUNCHES):
-                one.add_(1)
+                number.add_(1)
 
         launch()
         torch.cuda.synchronize(self.device)
@@ -283,38 +283,38 @@ class _Clock:
         # A copy reads and writes each byte.
         return {"memory": 2 * _COPIED / copy, "launch seconds": host, "kernel seconds": min(kernel, host)}
 
-    def _link(self) -> dict[str, float]:
+    def _time_link(self) -> dict[str, float]:
         """Bytes per second of each direction of the link to the host, alone and both at once."""
-        there = [torch.zeros(_SENT, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        on_device = [torch.zeros(_SENT, dtype=torch.uint8, device=self.device) for _ in range(2)]
         streams = [torch.Stream(self.device) for _ in range(2)]
-        with _page_locked(_SENT) as source, _page_locked(_SENT) as target:
+        with _page_lock(_SENT) as source, _page_lock(_SENT) as target:
 
-            def send(stream: torch.Stream, to: torch.Tensor, of: torch.Tensor) -> None:
+            def send(stream: torch.Stream, to: torch.Tensor, content: torch.Tensor) -> None:
                 stream.wait_stream(torch.accelerator.current_stream(self.device))
                 with stream:
-                    to.copy_(of, non_blocking=True)
+                    to.copy_(content, non_blocking=True)
 
             def join(*used: torch.Stream) -> None:
                 for stream in used:
                     torch.accelerator.current_stream(self.device).wait_stream(stream)
 
             def incoming() -> None:
-                send(streams[0], there[0], source)
+                send(streams[0], on_device[0], source)
                 join(streams[0])
 
             def outgoing() -> None:
-                send(streams[1], target, there[1])
+                send(streams[1], target, on_device[1])
                 join(streams[1])
 
             def both() -> None:
-                send(streams[0], there[0], source)
-                send(streams[1], target, there[1])
+                send(streams[0], on_device[0], source)
+                send(streams[1], target, on_device[1])
                 join(*streams)
 
             try:
                 # The slower direction: a plan copies in both.
-                alone = max(self._seconds(incoming), self._seconds(outgoing))
-                return {"host": _SENT / alone, "host both ways": _SENT / self._seconds(both)}
+                alone = max(self._time_run(incoming), self._time_run(outgoing))
+                return {"host": _SENT / alone, "host both ways": _SENT / self._time_run(both)}
             finally:
                 torch.cuda.synchronize(self.device)  # before the host's memory is freed
 
@@ -327,7 +327,7 @@ _FUSED = [
 
 
 @contextmanager
-def _page_locked(size: int) -> Iterator[torch.Tensor]:
+def _page_lock(size: int) -> Iterator[torch.Tensor]:
     """Memory of the host that a device copies from by itself. PyTorch's own would stay allocated."""
     cudart: Any = torch.cuda.cudart()
     memory = torch.zeros(size, dtype=torch.uint8)

@@ -27,10 +27,10 @@ def seconds_with_launches(nodes: Iterable[fx.Node], costs: CostModel, eager: boo
     seconds = sum(node.meta[Mark.SECONDS] for node in operations)
     if not costs.launch:
         return float(seconds)
-    return max(seconds, costs.launch * sum(launches_of(node, eager) for node in operations))
+    return max(seconds, costs.launch * sum(count_launches(node, eager) for node in operations))
 
 
-def launches_of(node: fx.Node, eager: bool) -> int:
+def count_launches(node: fx.Node, eager: bool) -> int:
     """Number of kernels that the host launches for an operation.
 
     Args:
@@ -39,7 +39,7 @@ def launches_of(node: fx.Node, eager: bool) -> int:
     if isinstance(node.target, TileLoop):
         body = node.target.bodies[node.target.size].graph
         computed = [inner for inner in body.nodes if inner.op == "call_function" and Mark.SECONDS in inner.meta]
-        return node.target.tiles * sum(launches_of(inner, eager) for inner in computed)
+        return node.target.tiles * sum(count_launches(inner, eager) for inner in computed)
     if not node.meta[Mark.SECONDS]:
         return 0
     fused = not eager and is_in_kernel(node) and any(is_fusible(viewed(source)) for source in input_nodes(node))

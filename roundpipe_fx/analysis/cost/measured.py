@@ -110,8 +110,8 @@ class MeasuredCosts:
         """Store the measured costs on disk."""
         path = _path(self.device)
         path.parent.mkdir(parents=True, exist_ok=True)
-        known = _read(path, self.device) if path.exists() else {}
-        text = json.dumps({**_header(self.device), "seconds": {**known, **self.seconds_by_signature}}, indent=0)
+        saved = _read(path, self.device) if path.exists() else {}
+        text = json.dumps({**_header(self.device), "seconds": {**saved, **self.seconds_by_signature}}, indent=0)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         partial.write_text(text)
         partial.replace(path)  # atomic: another process reads the old file or the new one
@@ -123,10 +123,10 @@ class MeasuredCosts:
         restore = save_rng_states([self.device] if self.device.type == "cuda" else [])
         try:
             with torch.no_grad():
-                args, kwargs = synthetic_operands(node, self.device, _filled)
+                args, kwargs = synthetic_operands(node, self.device, _fill)
                 run_alone(node.target, args, kwargs)
-                taken = [_time(lambda: run_alone(node.target, args, kwargs), self.device) for _ in range(_RUNS)]
-            return statistics.median(taken)
+                durations = [_time(lambda: run_alone(node.target, args, kwargs), self.device) for _ in range(_RUNS)]
+            return statistics.median(durations)
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
             # Not every operator accepts made-up inputs.
             log.info("%s cannot be measured alone: %s", node.target, error)
@@ -135,7 +135,7 @@ class MeasuredCosts:
             restore()
 
 
-def _filled(value: torch.Tensor) -> torch.Tensor:
+def _fill(value: torch.Tensor) -> torch.Tensor:
     return value.normal_() if value.is_floating_point() else value.zero_()
 
 

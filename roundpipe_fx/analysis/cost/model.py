@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from roundpipe_fx.analysis.cost.roofline import flops_of
+from roundpipe_fx.analysis.cost.roofline import count_flops
 from roundpipe_fx.ir.joint_graph import Mark, input_nodes, is_view, storages, tensor_values
 from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.torch_private import size_hint
@@ -58,7 +58,7 @@ def annotate_node(node: fx.Node, costs: CostModel) -> None:
     else:
         values = tensor_values(node)
         new_bytes = tensor_bytes(values, exclude=inherited)
-        flops = flops_of(node)
+        flops = count_flops(node)
         read = sum(tensor_bytes(tensor_values(source)) for source in input_nodes(node))
         dtype = values[0].dtype if values else torch.float32
         written = tensor_bytes(values) if is_sum else new_bytes

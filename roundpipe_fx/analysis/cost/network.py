@@ -128,7 +128,7 @@ class Network:
         together = max(1, self.node // stride)
         return self._ring(ranks, -(-ranks // together), together)
 
-    def ring_of(self, ranks: Collection[int]) -> Ring:
+    def make_ring(self, ranks: Collection[int]) -> Ring:
         """The ring of some devices.
 
         Args:
@@ -167,7 +167,7 @@ _NVLINK, _PCIE, _NETWORK = 3.4e-6, 5.7e-6, 9.6e-6
 """Latencies of a hop of a ring, for large messages, by which NCCL chooses algorithms (``src/graph/tuning.cc``)."""
 
 
-def usual_network(link: float, nvlink: bool, between: float) -> Network:
+def make_usual_network(link: float, nvlink: bool, between: float) -> Network:
     """The links of nodes of eight devices.
 
     Args:
@@ -201,7 +201,7 @@ def collective_seconds(node: fx.Node, network: Network) -> float | None:
     ranks = group_of(node)
     if not ranks:
         return None
-    ring = network.ring_of(ranks)
+    ring = network.make_ring(ranks)
     input_bytes = sum(_bytes_of(source) for source in input_nodes(node))
     if name.startswith("all_reduce"):
         return ring.all_reduce_seconds(input_bytes)

@@ -63,10 +63,10 @@ class Below(OperandKind):
 
     def _limit(self, arguments: Arguments, indexed: int) -> int:
         """The number that indices are below; ``indexed`` is the dimension for :data:`EACH`."""
-        of = arguments[self.name]
-        if not hasattr(of, "shape"):
-            return math.prod(map(size_hint, of)) if isinstance(of, Sequence) else size_hint(of)
-        shape = [size_hint(size) for size in of.shape] or [1]
+        argument = arguments[self.name]
+        if not hasattr(argument, "shape"):
+            return math.prod(map(size_hint, argument)) if isinstance(argument, Sequence) else size_hint(argument)
+        shape = [size_hint(size) for size in argument.shape] or [1]
         if not self.dims:
             return math.prod(shape)
         numbers = [indexed if dim == EACH else arguments[dim] if isinstance(dim, str) else dim for dim in self.dims]
@@ -128,9 +128,9 @@ class Counts(OperandKind):
 
     def _write(self, filled: torch.Tensor, operand: Any, arguments: Arguments, position: int) -> None:
         total, count = arguments.get(self.total), filled.numel()
-        each, more = divmod(count if total is None else size_hint(total), max(count, 1))
-        filled.fill_(each)
-        filled[:more].add_(1)
+        quotient, remainder = divmod(count if total is None else size_hint(total), max(count, 1))
+        filled.fill_(quotient)
+        filled[:remainder].add_(1)
 
 
 class OnHost(OperandKind):

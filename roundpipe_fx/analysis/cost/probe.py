@@ -96,7 +96,7 @@ def probe_alone(node: fx.Node, device: torch.device, single: bool = False) -> Pr
         log.info("%s is not probed: %s has no memory for its operands and results", node.target, device)
         return None
     try:
-        probe = _run(node, device, single)
+        probe = _probe_device(node, device, single)
     except torch.OutOfMemoryError as error:
         log.info("%s is not probed: %s", node.target, error)
         return None
@@ -182,9 +182,11 @@ def write_probes(device: torch.device) -> None:
         if str(device) not in _not_written or not is_on():
             return
         _not_written.discard(str(device))
-        known = [(key, tuple(probe)) for key, probe in _probed.items() if probe is not None and key[1] == str(device)]
+        finished = [
+            (key, tuple(probe)) for key, probe in _probed.items() if probe is not None and key[1] == str(device)
+        ]
     try:
-        write_data(_path(device), _header(device), known)
+        write_data(_path(device), _header(device), finished)
     except OSError as error:
         log.warning("probes are not stored: %s", error)
 
@@ -232,25 +234,28 @@ def _depends_on_numbers(node: fx.Node) -> bool:
     return target.overloadpacket in _BY_NUMBERS or has_tag(target, torch.Tag.dynamic_output_shape)
 
 
-def _run(node: fx.Node, device: torch.device, single: bool) -> Probe | None:
+def _probe_device(node: fx.Node, device: torch.device, single: bool) -> Probe | None:
     # Zeros first: they are valid as indices, lengths and probabilities for nearly every operator.
-    probes = [_run_on(node, device, torch.Tensor.zero_, single)]
+    probes = [_probe_numbers(node, device, torch.Tensor.zero_, single)]
     if _depends_on_numbers(node):
         arguments = arguments_of_node(node)
         limits = index_limits(kinds_of_call(node.target, arguments) or {}, arguments)
         # The least size bounds what an index may be in any operand, where the rules say nothing more exact.
         sizes = [size for source in node.all_input_nodes for value in tensor_values(source) for size in value.shape]
-        least = min(limits or (count for size in sizes if (count := size_hint(size))), default=1)
-        probes += [_run_on(node, device, fill, single) for fill in (_ones(least if limits else 2), _spread(least))]
-    known = [probe for probe in probes if probe is not None]
-    if not known:
+        bound = min(limits or (count for size in sizes if (count := size_hint(size))), default=1)
+        probes += [
+            _probe_numbers(node, device, fill, single)
+            for fill in (_make_filler_of_ones(bound if limits else 2), _make_filler_of_distinct(bound))
+        ]
+    finished = [probe for probe in probes if probe is not None]
+    if not finished:
         return None
     # Values decide how much is needed, so the largest of the tries counts.
-    most = max(probe.workspace for probe in known)
-    return Probe(most, max(probe.left for probe in known), known[0].layouts, known[0].storages)
+    workspace = max(probe.workspace for probe in finished)
+    return Probe(workspace, max(probe.left for probe in finished), finished[0].layouts, finished[0].storages)
 
 
-def _ones(limit: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _make_filler_of_ones(limit: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Ones; integers are below ``limit``."""
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
@@ -260,7 +265,7 @@ def _ones(limit: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return fill
 
 
-def _spread(limit: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _make_filler_of_distinct(limit: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Distinct numbers: small integers below ``limit``, and large numbers of both signs."""
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
@@ -273,18 +278,18 @@ def _spread(limit: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return fill
 
 
-def _run_on(
+def _probe_numbers(
     node: fx.Node, device: torch.device, fill: Callable[[torch.Tensor], torch.Tensor], single: bool
 ) -> Probe | None:
     # A trial may draw random numbers, which the user's program must not miss.
     restore = save_rng_states([device] if device.type == "cuda" else [])
-    seen: list[ProfiledMemory] = []
+    profiles: list[ProfiledMemory] = []
     try:
         with torch.no_grad():
             args, kwargs = synthetic_operands(node, device, fill, single)
             if device.type != "cpu":  # the first run loads handles and kernels
                 run_alone(node.target, args, kwargs)
-            result = profile_memory(lambda: run_alone(node.target, args, kwargs), device.type, seen.append)
+            result = profile_memory(lambda: run_alone(node.target, args, kwargs), device.type, profiles.append)
             _synchronize(device)
     except torch.OutOfMemoryError:
         raise
@@ -296,8 +301,8 @@ def _run_on(
         restore()
     results = tree_leaves(result)
     return Probe(
-        seen[0].peak - seen[0].left,
-        seen[0].left + sum(map(_sparse_bytes, results)),
+        profiles[0].peak - profiles[0].left,
+        profiles[0].left + sum(map(_sparse_bytes, results)),
         tuple(map(_layout, results)),
         tuple(0 if _layout(result) is None else result.untyped_storage().nbytes() for result in results),
     )

@@ -60,7 +60,7 @@ def is_plainly_contiguous(value: torch.Tensor) -> bool:
     return True
 
 
-def real_values(node: fx.Node, device: torch.device | None) -> list[torch.Tensor] | None:
+def predict_real_values(node: fx.Node, device: torch.device | None) -> list[torch.Tensor] | None:
     """Fake tensors with the layouts of a node's real results, flattened; the recorded ones where these are right.
 
     Args:
@@ -79,10 +79,10 @@ def real_values(node: fx.Node, device: torch.device | None) -> list[torch.Tensor
             storages = iter([size for layout, size in kept if layout is not None])
 
             def value(noted: torch.Tensor, layout: TensorLayout) -> torch.Tensor | None:
-                return _in_storage(_apply_layout(noted, layout, operands), next(storages))
+                return _extend_storage(_apply_layout(noted, layout, operands), next(storages))
 
             return _values(node, probe.layouts, value)
-    return None if is_seeded(node) or _has_known_order(node) else small_values(node)
+    return None if is_seeded(node) or _has_known_order(node) else probe_small_values(node)
 
 
 def note_real_values(node: fx.Node, device: torch.device) -> None:
@@ -94,7 +94,7 @@ def note_real_values(node: fx.Node, device: torch.device) -> None:
     """
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten" or is_view(node):
         return
-    values = real_values(node, device)
+    values = predict_real_values(node, device)
     if values is not None:
         remaining = iter(values)
         node.meta["val"] = tree_map_only(torch.Tensor, lambda _: next(remaining), node.meta["val"])
@@ -120,8 +120,10 @@ def note_sparse_bytes(node: fx.Node, device: torch.device | None) -> None:
             note_bytes(values[0], probe.left + tensor_bytes(operands))  # it may share memory with its operands
 
 
-def small_values(node: fx.Node, value_of: ValueOf = lambda node: node.meta.get("val")) -> list[torch.Tensor] | None:
-    """Like :func:`real_values`, but determined by running the operator on small tensors with the layouts of its
+def probe_small_values(
+    node: fx.Node, value_of: ValueOf = lambda node: node.meta.get("val")
+) -> list[torch.Tensor] | None:
+    """Like :func:`predict_real_values`, but determined by running the operator on small tensors with the layouts of its
     operands.
 
     Args:
@@ -173,10 +175,10 @@ def _values(
     for tensor, layout in zip(noted, strided, strict=True):
         if tensor.layout is not torch.strided or len(layout.sizes) != tensor.dim():
             return None
-        made = value(tensor, layout)
-        if made is None:
+        result = value(tensor, layout)
+        if result is None:
             return None
-        values.append(tensor if 0 in layout.sizes else made)
+        values.append(tensor if 0 in layout.sizes else result)
     return values
 
 
@@ -207,24 +209,26 @@ class _Scale:
         # Sizes 0, 1, 2 stay, all larger ones are 3: enough for a kernel to see the order of strides.
         small = tuple(min(size, _LARGEST_SMALL) for size in sizes)
         small_sizes = [0] * len(sizes)
-        known = {0: 0}
+        small_stride_of = {0: 0}
         following, small_following = 1, 1
-        for dim in _inner_first(sizes, strides):
+        for dim in _sort_inner_first(sizes, strides):
             # An expanded dimension (stride 0) is expanded in the small tensor, too.
             if not strides[dim]:
                 continue
             if strides[dim] > following:  # kernels ask whether a tensor has gaps
                 small_following *= 2
-            known[strides[dim]] = small_sizes[dim] = small_following
+            small_stride_of[strides[dim]] = small_sizes[dim] = small_following
             following, small_following = strides[dim] * sizes[dim], small_following * small[dim]
             # The stride that a dimension around all of them would have, as a dimension of size 1 often does.
-            known.setdefault(following, small_following)
-        known.setdefault(1, 1)
+            small_stride_of.setdefault(following, small_following)
+        small_stride_of.setdefault(1, 1)
         for dim, size in enumerate(sizes):
             if size == 1:
                 # A stride that is none of the tensor's own stands for itself: if it comes back in the result, `large`
                 # knows it again.
-                small_sizes[dim] = known[strides[dim]] if strides[dim] in known else self._stand_in(strides[dim])
+                small_sizes[dim] = (
+                    small_stride_of[strides[dim]] if strides[dim] in small_stride_of else self._stand_in(strides[dim])
+                )
         layout = TensorLayout(small, tuple(small_sizes))
         self._operands.append((layout, value))
         return _Small(layout, value.dtype, value.device.type)
@@ -241,26 +245,26 @@ class _Scale:
         for layout, operand in self._operands:
             if layout == small and str(tuple(operand.shape)) == shape:
                 return _with_strides_of(noted, operand)
-        known: dict[int, Any] = {0: 0}
+        stride_of: dict[int, Any] = {0: 0}
         following, small_following = 1, 1
         strides: list[Any] = [0] * noted.dim()
-        for dim in _inner_first(small.sizes, small.strides):
+        for dim in _sort_inner_first(small.sizes, small.strides):
             if small.strides[dim] != small_following:
                 return None  # it has gaps, as no operand has
-            known[small_following] = strides[dim] = following
+            stride_of[small_following] = strides[dim] = following
             following, small_following = following * noted.shape[dim], small_following * small.sizes[dim]
-        known.setdefault(small_following, following)
-        known.setdefault(1, 1)
-        known.update({stand_in: stride for stride, stand_in in self._foreign.items()})
+        stride_of.setdefault(small_following, following)
+        stride_of.setdefault(1, 1)
+        stride_of.update({stand_in: stride for stride, stand_in in self._foreign.items()})
         for dim, size in enumerate(small.sizes):
             if size == 1:
-                if small.strides[dim] not in known:
+                if small.strides[dim] not in stride_of:
                     return None
-                strides[dim] = known[small.strides[dim]]
+                strides[dim] = stride_of[small.strides[dim]]
         return _with_strides(noted, strides)
 
 
-def _inner_first(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
+def _sort_inner_first(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
     """Dimensions of size above 1, from the innermost in memory to the outermost."""
     # Expanded dimensions have equal strides (0); of equal ones the later dimension is the inner one.
     return sorted((dim for dim, size in enumerate(sizes) if size > 1), key=lambda dim: (strides[dim], -dim))
@@ -277,8 +281,8 @@ def _run_small(target: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> t
 
     with without_modes(), torch.no_grad():
         try:
-            made, named = fill_operands(target, args, dict(kwargs), real)
-            result = run_alone(target, made, named)
+            operands, named_operands = fill_operands(target, args, dict(kwargs), real)
+            result = run_alone(target, operands, named_operands)
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
             # No such kernel, no such device, or small tensors do not suit the operator: nothing is known of it.
             log.info("the layout of the result of %s cannot be probed: %s", target, error)
@@ -291,8 +295,8 @@ def _run_small(target: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> t
 
 def _apply_layout(noted: torch.Tensor, layout: TensorLayout, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The fake tensor ``noted`` with the layout of a real result; ``None`` if it cannot be determined."""
-    known = layout_of(noted)
-    if known == layout or known.sizes != layout.sizes:
+    traced = layout_of(noted)
+    if traced == layout or traced.sizes != layout.sizes:
         return noted
     if all(isinstance(size, int) for size in noted.shape):
         return _with_strides(noted, layout.strides)
@@ -323,14 +327,16 @@ def _with_strides(noted: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
         return torch.empty_strided(noted.shape, tuple(strides), dtype=noted.dtype, device=noted.device)
 
 
-def _in_storage(value: torch.Tensor | None, size: int) -> torch.Tensor | None:
+def _extend_storage(value: torch.Tensor | None, size: int) -> torch.Tensor | None:
     """A fake tensor in a storage of ``size`` bytes: some kernels allocate more than they return."""
     if value is None:
         return None
-    more = size - size_hint(value.untyped_storage().nbytes())
-    if more <= 0 or not is_plainly_contiguous(value):
+    missing = size - size_hint(value.untyped_storage().nbytes())
+    if missing <= 0 or not is_plainly_contiguous(value):
         return value
     # Kernels may allocate more than their result needs: the value gets a storage of that size.
     with value.fake_mode:  # type: ignore[attr-defined]
-        whole = torch.empty(value.numel() + -(-more // value.dtype.itemsize), dtype=value.dtype, device=value.device)
-        return whole.as_strided(value.shape, value.stride())
+        padded = torch.empty(
+            value.numel() + -(-missing // value.dtype.itemsize), dtype=value.dtype, device=value.device
+        )
+        return padded.as_strided(value.shape, value.stride())

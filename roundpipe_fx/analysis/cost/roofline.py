@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.cost.device_rates import ARCHITECTURES, Peaks, Shares
-from roundpipe_fx.analysis.cost.network import Network, collective_seconds, usual_network
+from roundpipe_fx.analysis.cost.network import Network, collective_seconds, make_usual_network
 from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.decisions import CPU_RATES
 from roundpipe_fx.ir.joint_graph import has_tag
@@ -161,7 +161,7 @@ def _gpu(name: str, peaks: Peaks, shares: Shares, tf32: bool, half_sums: bool) -
         link=peaks.link,
         host=shares.host.value * peaks.host,
         overhead=shares.kernel_seconds.value,
-        network=usual_network(peaks.link, peaks.link > _PCIE, peaks.between),
+        network=make_usual_network(peaks.link, peaks.link > _PCIE, peaks.between),
         rates=", ".join([f"table of the {name}", *settings]),
         memory=peaks.gib * 2**30,
         full=_RESIDENT_ELEMENTS,
@@ -180,7 +180,7 @@ _CPU = Roofline(
     link=2e10,
     host=2e10,
     overhead=2e-6,
-    network=usual_network(2e10, False, 12.5e9 / 8),
+    network=make_usual_network(2e10, False, 12.5e9 / 8),
     rates=CPU_RATES,
     draw=5e-9,
 )
@@ -190,7 +190,7 @@ DEVICES: Mapping[str, Roofline] = {
 }
 
 
-def roofline_of(device: torch.device, name: str | None = None) -> Roofline:
+def find_roofline(device: torch.device, name: str | None = None) -> Roofline:
     """The roofline of a device: by its reported name if that is in the table, else a typical one.
 
     Products are those of PyTorch's settings: ``torch.backends.cuda.matmul.fp32_precision`` and
@@ -202,8 +202,8 @@ def roofline_of(device: torch.device, name: str | None = None) -> Roofline:
     """
     reported = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
     if name is None:
-        like = next((known for known in ARCHITECTURES if known in reported), "A100")
-        name = "cpu" if device.type in ("cpu", "meta") else like
+        architecture = next((known for known in ARCHITECTURES if known in reported), "A100")
+        name = "cpu" if device.type in ("cpu", "meta") else architecture
         reported = "" if name in reported else reported
     else:
         reported = ""
@@ -226,12 +226,12 @@ _SAME_FLOPS: Mapping[Any, Any] = {
 }
 
 
-def flops_of(node: fx.Node) -> int:
+def count_flops(node: fx.Node) -> int:
     """Floating-point operations of an FX node, 0 where PyTorch's flop counter has no formula (pointwise, views)."""
-    return flops_of_call(node.target, node.args, node.kwargs, node.meta.get("val"))
+    return count_call_flops(node.target, node.args, node.kwargs, node.meta.get("val"))
 
 
-def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> int:
+def count_call_flops(target: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Floating-point operations of an operator's call; operands may be nodes or tensors."""
     packet = getattr(target, "overloadpacket", target)
     formula = flop_registry.get(_SAME_FLOPS.get(packet, packet))

@@ -43,10 +43,10 @@ def synthetic_operands(node: fx.Node, device: torch.device, fill: FillOperand, s
         shape = [1 if single else size_hint(size) for size in value.shape]
         stride = [size_hint(step) for step in value.stride()]
         on_host = is_on_host(kind) or (value.dim() == 0 and value.device.type == "cpu")
-        made = fill(torch.empty_strided(shape, stride, dtype=value.dtype, device="cpu" if on_host else device))
+        filled = fill(torch.empty_strided(shape, stride, dtype=value.dtype, device="cpu" if on_host else device))
         # Kernels that do not support the conjugate and negative bits copy such an operand first.
-        made = made.conj() if value.is_conj() else made
-        return torch.ops.aten._neg_view.default(made) if value.is_neg() else made
+        filled = filled.conj() if value.is_conj() else filled
+        return torch.ops.aten._neg_view.default(filled) if value.is_neg() else filled
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("val"))
     return fill_operands(node.target, args, kwargs, real)
@@ -73,19 +73,22 @@ def fill_operands(
     kinds = kinds_of_call(target, arguments)
     if kinds is None:
         raise UnsafeOperandsError(f"{target} does not run safely on synthetic operands like these")
-    made = {}
+    operands = {}
     for name, value in arguments.items():
         kind = kinds.get(name)
         items = value if isinstance(value, list | tuple) else (value,)
         tensors = [item is not None and hasattr(item, "shape") for item in items]
-        filled = [real(item, kind) if is_one else _plain(item) for item, is_one in zip(items, tensors, strict=True)]
+        filled = [
+            real(item, kind) if holds_tensor else _plain(item)
+            for item, holds_tensor in zip(items, tensors, strict=True)
+        ]
         if kind is not None:
-            for position, is_one in enumerate(tensors):
-                if is_one:
+            for position, holds_tensor in enumerate(tensors):
+                if holds_tensor:
                     kind.write(filled[position], value, arguments, position)
-        made[name] = filled if isinstance(value, list | tuple) else filled[0]
-    names = list(made)
-    return [made[name] for name in names[: len(args)]], {name: made[name] for name in names[len(args) :]}
+        operands[name] = filled if isinstance(value, list | tuple) else filled[0]
+    names = list(operands)
+    return [operands[name] for name in names[: len(args)]], {name: operands[name] for name in names[len(args) :]}
 
 
 def is_on_host(kind: OperandKind | None) -> bool:

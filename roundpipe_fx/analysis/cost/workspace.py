@@ -55,7 +55,7 @@ _FACTORIES = (
 """Operators without operands that only fill the tensor that they allocate."""
 
 
-def workspaces_of(
+def predict_workspaces(
     nodes: Iterable[fx.Node],
     device: torch.device,
     fused: bool = False,

@@ -324,7 +324,7 @@ def _norm_backward(call: _KernelCall) -> int:
         return needed
     blocks = min(_MOST_BLOCKS // _parts(columns, 32), _parts(rows, 32))
     partial = _Operand((blocks, columns), (columns, 1), operand.dtype)
-    summed = _reduced(partial, {0}, partial.accumulator, call.gpu)
+    summed = _reduction_buffer_bytes(partial, {0}, partial.accumulator, call.gpu)
     assert summed is not None  # at most 2**20 elements
     return needed + gradients * (partial.bytes + _block(columns * operand.itemsize)) + summed
 
@@ -334,8 +334,8 @@ def _group_norm_backward(call: _KernelCall) -> int:
     # cuda/group_norm_kernel.cu: GroupNormBackwardKernelImplInternal, GroupNorm1dBackward
     operand, samples, channels = call["input"], call["N"], call["C"]
     size = operand.accumulator
-    of_groups = 2 * _block(samples * call["group"] * size) if call["output_mask"][0] else 0
-    needed = int(call["grad_out"].copied() + operand.copied()) + of_groups
+    group_sums = 2 * _block(samples * call["group"] * size) if call["output_mask"][0] else 0
+    needed = int(call["grad_out"].copied() + operand.copied()) + group_sums
     if call["HxW"] == 1:
         return needed
     scaled = call["output_mask"][0] and call.get("weight") is not None
@@ -453,14 +453,14 @@ def _embedding_backward(call: _KernelCall) -> int | None:
         return copies
     if count > _MOST_SORTED:
         return None
-    of_indices = _block(count * size)
-    sorting = 3 * of_indices + _radix_sort(count, size, size, call.gpu)
-    kept = (3 if scaled else 2) * of_indices
+    index_bytes = _block(count * size)
+    sorting = 3 * index_bytes + _radix_sort(count, size, size, call.gpu)
+    kept = (3 if scaled else 2) * index_bytes
     segments = min(count, call["num_weights"])
     parts = count // _ROWS_OF_A_PART + segments
-    selecting = kept + 2 * of_indices + _block(8) + _scan(count)
+    selecting = kept + 2 * index_bytes + _block(8) + _scan(count)
     sums = _block(parts * gradient.sizes[-1] * gradient.accumulator)
-    summing = kept + of_indices + 2 * (_block(segments * size) + _block(8)) + _block(parts * size) + sums
+    summing = kept + index_bytes + 2 * (_block(segments * size) + _block(8)) + _block(parts * size) + sums
     return copies + max(sorting, selecting, summing + _scan(segments))
 
 
@@ -504,8 +504,8 @@ def _reduction(call: _KernelCall) -> int | None:
     operand, result = call["self"], call.results[0]
     size = max(operand.accumulator, result.accumulator)
     if result.dtype is operand.dtype or (operand.is_half and result.dtype is torch.float32):
-        return _reduced(operand, _dimensions(call, operand), size, call.gpu)
-    needed = _reduced(operand, _dimensions(call, operand), size, call.gpu)
+        return _reduction_buffer_bytes(operand, _dimensions(call, operand), size, call.gpu)
+    needed = _reduction_buffer_bytes(operand, _dimensions(call, operand), size, call.gpu)
     return None if needed is None else needed + _block(operand.count * result.itemsize)
 
 
@@ -515,7 +515,9 @@ def _reduction_with_index(call: _KernelCall) -> int | None:
     if "other" in call.arguments or (call.get("dim") is None and not operand.is_contiguous()):
         return None
     indexed = len(call.results) > 1 or call.results[0].dtype is torch.int64
-    return _reduced(operand, _dimensions(call, operand), 16 if indexed else operand.accumulator, call.gpu)
+    return _reduction_buffer_bytes(
+        operand, _dimensions(call, operand), 16 if indexed else operand.accumulator, call.gpu
+    )
 
 
 def _variance(call: _KernelCall) -> int | None:
@@ -523,18 +525,18 @@ def _variance(call: _KernelCall) -> int | None:
     operand = call["self"]
     if operand.dtype.is_complex:
         return None
-    return _reduced(operand, _dimensions(call, operand), 4 * operand.accumulator, call.gpu)
+    return _reduction_buffer_bytes(operand, _dimensions(call, operand), 4 * operand.accumulator, call.gpu)
 
 
 def _dimensions(call: _KernelCall, operand: _Operand) -> set[int]:
     """The dimensions over which a call reduces."""
-    asked = call.get("dim", [])
-    listed: Sequence[int] = asked if isinstance(asked, list) else [asked]
+    argument = call.get("dim", [])
+    listed: Sequence[int] = argument if isinstance(argument, list) else [argument]
     rank = len(operand.sizes)
     return {dimension % rank for dimension in listed} or set(range(rank)) if rank else set()
 
 
-def _reduced(operand: _Operand, dimensions: set[int], size: int, gpu: Gpu) -> int | None:
+def _reduction_buffer_bytes(operand: _Operand, dimensions: set[int], size: int, gpu: Gpu) -> int | None:
     """Bytes of the buffer in which blocks of threads share partial results, and of the counters of blocks.
 
     An upper bound: the vectors that threads load depend on how operands are aligned.
@@ -548,8 +550,8 @@ def _reduced(operand: _Operand, dimensions: set[int], size: int, gpu: Gpu) -> in
     lies = [(extent, operand.strides[at], at in dimensions) for at, extent in enumerate(operand.sizes) if extent != 1]
     if any(not stride for _, stride, _ in lies):
         return None
-    reduced = _joined(sorted([lie[:2] for lie in lies if lie[2]], key=lambda dimension: dimension[1]))
-    kept = _joined([lie[:2] for lie in reversed(lies) if not lie[2]])
+    reduced = _merge_contiguous(sorted([lie[:2] for lie in lies if lie[2]], key=lambda dimension: dimension[1]))
+    kept = _merge_contiguous([lie[:2] for lie in reversed(lies) if not lie[2]])
     inputs = math.prod(extent for extent, _ in reduced)
     outputs = math.prod(extent for extent, _ in kept)
     if inputs < _MOST_VALUES:
@@ -560,14 +562,16 @@ def _reduced(operand: _Operand, dimensions: set[int], size: int, gpu: Gpu) -> in
         # Reduced part by part, with partial results of all outputs; how it is divided is not known.
         if not along_rows:
             return None
-        most = outputs * (1 + _parts(inputs, _MOST_VALUES * 256)) + gpu.multiprocessors * _parts(gpu.threads, 256)
-        return _block(size * most) + _block(size * outputs) + _block(4 * outputs)
+        partial_results = outputs * (1 + _parts(inputs, _MOST_VALUES * 256)) + gpu.multiprocessors * _parts(
+            gpu.threads, 256
+        )
+        return _block(size * partial_results) + _block(size * outputs) + _block(4 * outputs)
     if along_rows:
         vectors = [(vector, 1) for vector in (1, 2, 4, 8, 16)]
     else:
         widest = 4 if kept[0][1] == 1 else 1
-        others = [stride for _, stride in (*reduced, *kept[1:])]
-        while kept[0][0] % widest or any(stride % widest for stride in others):
+        strides = [stride for _, stride in (*reduced, *kept[1:])]
+        while kept[0][0] % widest or any(stride % widest for stride in strides):
             widest //= 2
         vectors = [(1, vector) for vector in (1, 2, 4) if vector <= widest]
     threads = 256 if operand.dtype is torch.complex128 else 512
@@ -578,7 +582,7 @@ def _reduced(operand: _Operand, dimensions: set[int], size: int, gpu: Gpu) -> in
     )
 
 
-def _joined(dimensions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_contiguous(dimensions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Dimensions, innermost first, with those joined that lie in memory as one."""
     joined: list[tuple[int, int]] = []
     for extent, stride in dimensions:

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from roundpipe_fx.analysis.cost import CostModel, annotate_node, note_real_values, workspaces_of
+from roundpipe_fx.analysis.cost import CostModel, annotate_node, note_real_values, predict_workspaces
 from roundpipe_fx.analysis.dimensions import LOGARITHMS, arguments_on_tile, dimensions_of
-from roundpipe_fx.analysis.liveness import Event, peak_of
+from roundpipe_fx.analysis.liveness import Event, find_peak
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
 from roundpipe_fx.analysis.tiling.rows import Rows, labels_of_rows
 from roundpipe_fx.analysis.tiling.tiled_region import TileRegion
@@ -135,7 +135,7 @@ def flat_shape(shape: Sequence[Any], rows: Rows) -> list[Any]:
 def is_flat(value: Any, rows: Rows) -> bool:
     """Return whether the rows of a value are evenly apart in memory."""
     try:
-        _flat(value, rows)
+        _flatten_rows(value, rows)
     except UnfitError:
         return False
     return True
@@ -153,20 +153,20 @@ class Loops:
         self._made: dict[Any, tuple[TileLoop, LoopCost]] = {}
         self._names: set[str] = set()
 
-    def of(self, divided: Divided, tiles: int, name: str) -> tuple[TileLoop, LoopCost]:
-        """The loop over so many tiles, with what it costs. Arguments and errors as for :func:`loop_of`."""
+    def make_loop(self, divided: Divided, tiles: int, name: str) -> tuple[TileLoop, LoopCost]:
+        """The loop over so many tiles, with what it costs. Arguments and errors as for :func:`build_loop`."""
         where = [divided.region.where.get(node) for node in (*divided.operands, *divided.results)]
         # The fingerprint leaves out names: regions of twelve equal layers get one loop.
         key = fingerprint(divided.nodes, divided.results, divided.operands), tiles, tuple(where)
         if key not in self._made:
             numbered = (name if not number else f"{name}_{number + 1}" for number in itertools.count())
             unused = next(one for one in numbered if one not in self._names)
-            self._made[key] = loop_of(divided, tiles, unused, self.costs)
+            self._made[key] = build_loop(divided, tiles, unused, self.costs)
             self._names.add(unused)
         return self._made[key]
 
 
-def loop_of(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tuple[TileLoop, LoopCost]:
+def build_loop(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tuple[TileLoop, LoopCost]:
     """The loop over so many tiles.
 
     Args:
@@ -182,20 +182,20 @@ def loop_of(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tuple[
     # All tiles have `size` rows but the last one, which has `left`: two bodies at most.
     size = region.rows_of_tile(tiles)
     tiles = -(-region.rows // size)
-    left = region.rows - (tiles - 1) * size
-    made = {rows: _body(divided, rows, costs) for rows in dict.fromkeys((size, left))}
+    last_size = region.rows - (tiles - 1) * size
+    bodies = {rows: _build_body(divided, rows, costs) for rows in dict.fromkeys((size, last_size))}
     dims = [region.where[operand][0] if operand in region.where else None for operand in divided.operands]
-    results = [_result(region, node) for node in divided.results]
-    whole = made[size]
+    results = [_describe_result(region, node) for node in divided.results]
+    full_tile = bodies[size]
     text = fingerprint(
-        [node for node in whole.graph.nodes if node.op == "call_function"],
-        whole.graph.output_node().all_input_nodes,
-        whole.graph.find_nodes(op="placeholder"),
+        [node for node in full_tile.graph.nodes if node.op == "call_function"],
+        full_tile.graph.output_node().all_input_nodes,
+        full_tile.graph.find_nodes(op="placeholder"),
     )
     wide = region.widest.meta["val"]
     loop = TileLoop(
         name=name,
-        bodies=made,
+        bodies=bodies,
         rows=region.rows,
         tiles=tiles,
         dims=dims,
@@ -203,13 +203,13 @@ def loop_of(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tuple[
         widest=WidestValue(name=region.widest.name, dtype=wide.dtype, shape=tuple(wide.shape)),
         digest=text,
     )
-    counts = {size: tiles - 1, left: 1} if left != size else {size: tiles}
+    counts = {size: tiles - 1, last_size: 1} if last_size != size else {size: tiles}
     seconds, flops = 0.0, 0
     for rows, count in counts.items():
-        for node in _computed(made[rows].graph):
+        for node in _list_computed(bodies[rows].graph):
             seconds += count * node.meta[Mark.SECONDS]
             flops += count * node.meta[Mark.FLOPS]
-    workspace = max(_workspace(body.graph, costs) for body in made.values())
+    workspace = max(_peak_bytes(body.graph, costs) for body in bodies.values())
     # Sums of half precision are made in float32 over the tiles and cast once.
     if any(result.made_in is not result.dtype for result in results):
         # Sums exist in both types when all tiles are done, and in one before.
@@ -219,25 +219,27 @@ def loop_of(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tuple[
     return loop, LoopCost(seconds=seconds, flops=flops, workspace=workspace)
 
 
-def _computed(graph: fx.Graph) -> list[fx.Node]:
+def _list_computed(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
 
 
-def _result(region: TileRegion, node: fx.Node) -> TileResult:
+def _describe_result(region: TileRegion, node: fx.Node) -> TileResult:
     value = node.meta["val"]
     if node not in region.where:
         return TileResult(
             shape=tuple(value.shape),
-            stride=_dense(value),
+            stride=_dense_strides(value),
             dtype=value.dtype,
             dim=None,
             is_logarithm=node.target in LOGARITHMS,
         )
-    flat = _flat(value, region.where[node])
-    return TileResult(shape=tuple(flat.shape), stride=_dense(flat), dtype=value.dtype, dim=region.where[node][0])
+    flat = _flatten_rows(value, region.where[node])
+    return TileResult(
+        shape=tuple(flat.shape), stride=_dense_strides(flat), dtype=value.dtype, dim=region.where[node][0]
+    )
 
 
-def _dense(value: torch.Tensor) -> tuple[int, ...]:
+def _dense_strides(value: torch.Tensor) -> tuple[int, ...]:
     """The strides of a tensor that fills its memory, each place once."""
     expected = 1
     # Strides in order have to multiply up: the result fills its memory, so tiles can be written into it.
@@ -249,7 +251,7 @@ def _dense(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(int(stride) for stride in value.stride())
 
 
-def _flat(value: Any, rows: Rows) -> Any:
+def _flatten_rows(value: Any, rows: Rows) -> Any:
     if len(rows) == 1:
         return value
     with value.fake_mode:
@@ -259,24 +261,26 @@ def _flat(value: Any, rows: Rows) -> Any:
             raise UnfitError from error
 
 
-def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
+def _build_body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
     """The graph of a tile of so many rows."""
     region = divided.region
     graph = fx.Graph()
-    call = functools.partial(_call, graph, costs.device if costs.eager and costs.present else None)
+    call = functools.partial(_add_call, graph, costs.device if costs.eager and costs.present else None)
     values: dict[fx.Node, fx.Node] = {}
     for operand in divided.operands:
-        values[operand] = _placeholder(graph, operand.name, _of_tile(operand, region, rows))
+        values[operand] = _add_placeholder(graph, operand.name, _make_tile(operand, region, rows))
     sums = {node for node in divided.results if node not in region.where}
     totals = {
-        node: _placeholder(graph, f"{node.name}_sum", _copied(node.meta["val"], _result(region, node).made_in))
+        node: _add_placeholder(
+            graph, f"{node.name}_sum", _make_empty_copy(node.meta["val"], _describe_result(region, node).made_in)
+        )
         for node in divided.results
         if node in sums
     }
     for operand in divided.operands:
         # Rows that lie in several dimensions are one dimension outside of the body (flat), and separate ones inside.
         if operand in region.where and len(region.where[operand]) > 1:
-            shape = _unflat(operand, region, rows)
+            shape = _tile_shape(operand, region, rows)
             values[operand] = call(operand, aten.view.default, values[operand], shape)
     values.update({read: values[replacement] for read, replacement in divided.instead.items() if replacement in values})
     for node in divided.nodes:
@@ -287,7 +291,7 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
             left, right = fx.map_arg(node.args, values.__getitem__)
             values[node] = call(node, add_product_to, totals[node], left, right)
             continue
-        args, kwargs = _arguments(node, region, rows)
+        args, kwargs = _arguments_on_tile(node, region, rows)
         args, kwargs = fx.map_arg((args, kwargs), values.__getitem__)
         target = aten.reshape.default if node.target in _VIEWS else node.target
         values[node] = call(node, target, *args, **kwargs)
@@ -309,11 +313,13 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
         parts.append(part)
     graph.output(tuple(parts))
     _drop_unread(graph)
-    for node in _computed(graph):
+    for node in _list_computed(graph):
         annotate_node(node, costs.model)
     if costs.device is not None:
-        known = workspaces_of(_computed(graph), costs.device, fused=not costs.eager, present=costs.present)
-        for node, size in known.items():
+        workspaces = predict_workspaces(
+            _list_computed(graph), costs.device, fused=not costs.eager, present=costs.present
+        )
+        for node, size in workspaces.items():
             node.meta[Mark.WORKSPACE] = size
     costs.rewrite(graph)
     graph.set_codegen(boxed_codegen())
@@ -330,7 +336,7 @@ def _drop_unread(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _arguments(node: fx.Node, region: TileRegion, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments_on_tile(node: fx.Node, region: TileRegion, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if node in region.whole or node.target is operator.getitem:
         return node.args, node.kwargs
     dimensions = dimensions_of(node)
@@ -342,31 +348,31 @@ def _arguments(node: fx.Node, region: TileRegion, rows: int) -> tuple[tuple[Any,
     return arguments_on_tile(node, dimensions, sizes)
 
 
-def _placeholder(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
-    made = graph.placeholder(name)
-    made.target = made.name
-    made.meta["val"] = value
-    return made
+def _add_placeholder(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
+    placeholder = graph.placeholder(name)
+    placeholder.target = placeholder.name
+    placeholder.meta["val"] = value
+    return placeholder
 
 
-def _of_tile(operand: fx.Node, region: TileRegion, rows: int) -> Any:
+def _make_tile(operand: fx.Node, region: TileRegion, rows: int) -> Any:
     value = operand.meta["val"]
     if operand not in region.where:
         return value
     position = region.where[operand]
-    flat = _flat(value, position)
+    flat = _flatten_rows(value, position)
     with value.fake_mode:
         tile = flat.narrow(position[0], 0, rows)
         return torch.empty_strided(tile.shape, tile.stride(), dtype=tile.dtype, device=tile.device)
 
 
-def _unflat(operand: fx.Node, region: TileRegion, rows: int) -> list[int]:
+def _tile_shape(operand: fx.Node, region: TileRegion, rows: int) -> list[int]:
     positions = region.where[operand]
     shape = list(operand.meta["val"].shape)
     return [*shape[: positions[0]], *[1] * (len(positions) - 1), rows, *shape[positions[-1] + 1 :]]
 
 
-def _copied(value: Any, dtype: torch.dtype) -> Any:
+def _make_empty_copy(value: Any, dtype: torch.dtype) -> Any:
     with value.fake_mode:
         return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
 
@@ -374,24 +380,24 @@ def _copied(value: Any, dtype: torch.dtype) -> Any:
 _KEPT = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack")
 
 
-def _call(
-    graph: fx.Graph, device: torch.device | None, like: fx.Node, target: Any, /, *args: Any, **kwargs: Any
+def _add_call(
+    graph: fx.Graph, device: torch.device | None, original: fx.Node, target: Any, /, *args: Any, **kwargs: Any
 ) -> fx.Node:
-    made = graph.create_node("call_function", target, args, kwargs, name=like.name)
-    made.meta = {key: like.meta[key] for key in _KEPT if key in like.meta}
+    node = graph.create_node("call_function", target, args, kwargs, name=original.name)
+    node.meta = {key: original.meta[key] for key in _KEPT if key in original.meta}
     if target in SUMMING:
-        made.meta["val"] = args[0].meta["val"]
-        return made
+        node.meta["val"] = args[0].meta["val"]
+        return node
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
-    mode = next(value.fake_mode for source in (like, *like.all_input_nodes) for value in tensor_values(source))  # type: ignore[attr-defined]
+    mode = next(value.fake_mode for source in (original, *original.all_input_nodes) for value in tensor_values(source))  # type: ignore[attr-defined]
     with mode:
-        made.meta["val"] = target(*fake_args, **fake_kwargs)
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
     if device is not None:
-        note_real_values(made, device)
-    return made
+        note_real_values(node, device)
+    return node
 
 
-def _workspace(graph: fx.Graph, costs: BodyCosts) -> int:
+def _peak_bytes(graph: fx.Graph, costs: BodyCosts) -> int:
     """Bytes that a body holds at most beside its operands and sums."""
     numbers = StorageIds(costs.granularity)
     events = []
@@ -399,10 +405,10 @@ def _workspace(graph: fx.Graph, costs: BodyCosts) -> int:
     for node in graph.nodes:
         if node.op == "placeholder":
             # Operands and sums are values of the graph that the loop is in, where they are counted.
-            numbers.give(node, [OUTSIDE] * len(tensor_values(node)))
+            numbers.assign(node, [OUTSIDE] * len(tensor_values(node)))
         elif node.op == "output":
-            returned = {storage for source in node.all_input_nodes for storage in numbers.of(source)}
+            returned = {storage for source in node.all_input_nodes for storage in numbers.get(source)}
         else:
-            made = numbers.follow(node)
-            events.append(Event(node, numbers.reads(node), made, workspace=node.meta.get(Mark.WORKSPACE, 0)))
-    return peak_of(events, numbers.sizes, lasting=returned - {OUTSIDE}).bytes
+            allocated = numbers.follow(node)
+            events.append(Event(node, numbers.reads(node), allocated, workspace=node.meta.get(Mark.WORKSPACE, 0)))
+    return find_peak(events, numbers.sizes, lasting=returned - {OUTSIDE}).bytes

@@ -68,17 +68,17 @@ class Uses:
     gradients: tuple[tuple[fx.Node, tuple[Scaled, ...]], ...]
 
 
-def online_softmaxes(joint: JointGraph) -> dict[str, int]:
+def find_online_softmaxes(joint: JointGraph) -> dict[str, int]:
     """The log-softmaxes that can be rewritten with sums over their classes.
 
     Returns:
         by name, in graph order, the dimension of the classes.
     """
-    uses = {node.name: uses_of(joint, node) for node in joint.in_phase(Phase.FORWARD)}
-    return {name: of_one.axis for name, of_one in uses.items() if of_one is not None}
+    uses = {node.name: find_uses(joint, node) for node in joint.in_phase(Phase.FORWARD)}
+    return {name: use.axis for name, use in uses.items() if use is not None}
 
 
-def uses_of(joint: JointGraph, softmax: fx.Node) -> Uses | None:
+def find_uses(joint: JointGraph, softmax: fx.Node) -> Uses | None:
     """Find the readers of a log-softmax; ``None``: it is none, or a reader needs all classes of a row together."""
     if softmax.target is not aten._log_softmax.default:
         return None
@@ -103,7 +103,7 @@ def uses_of(joint: JointGraph, softmax: fx.Node) -> Uses | None:
             return None
         for user in value.node.users:
             packet = getattr(user.target, "overloadpacket", None)
-            follows = _followed(user, value)
+            follows = _follow_reader(user, value)
             if follows is not None:
                 waiting.append(follows)
             elif packet in _GRADIENTS and user.args[0] is not value.node:
@@ -111,11 +111,11 @@ def uses_of(joint: JointGraph, softmax: fx.Node) -> Uses | None:
             elif packet is aten._log_softmax_backward_data and user.args[1] is value.node and value.factor == 1:
                 # The gradient of the scores: softmax · Σ(gradient) - gradient. The incoming one must split into
                 # summands of the two forms.
-                parts = _parts(Scaled(node=user.args[0], axis=axis, factor=1.0), user)  # type: ignore[arg-type]
+                parts = _find_summands(Scaled(node=user.args[0], axis=axis, factor=1.0), user)  # type: ignore[arg-type]
                 if parts is None:
                     return None
                 gradients.append((user, parts))
-            elif _is_read(user, value):
+            elif _is_supported_read(user, value):
                 reads.append(Scaled(node=user, axis=value.axis, factor=value.factor))
             else:
                 return None
@@ -124,7 +124,7 @@ def uses_of(joint: JointGraph, softmax: fx.Node) -> Uses | None:
     return Uses(scores=scores, axis=axis, reads=tuple(reads), gradients=tuple(gradients)) if reads else None
 
 
-def _followed(user: fx.Node, value: Scaled) -> Scaled | None:
+def _follow_reader(user: fx.Node, value: Scaled) -> Scaled | None:
     """The same log-probabilities, reshaped, permuted or scaled by a user; ``None``: it computes another value."""
     packet = getattr(user.target, "overloadpacket", None)
     if not user.args or user.args[0] is not value.node or value.node in (*user.args[1:], *user.kwargs.values()):
@@ -132,38 +132,38 @@ def _followed(user: fx.Node, value: Scaled) -> Scaled | None:
     if packet in _SAME:
         return Scaled(node=user, axis=value.axis, factor=value.factor)
     if packet in _VIEWS:
-        axis = _axis_in(user, value)
+        axis = _class_axis_after_view(user, value)
         return None if axis is None else Scaled(node=user, axis=axis, factor=value.factor)
     if packet in _PERMUTED:
-        order = _order(user)
+        order = _dimension_order(user)
         if not _keeps_rows(order, value.axis):
             return None
         return Scaled(node=user, axis=order.index(value.axis), factor=value.factor)
-    number = _number(user)
+    number = _constant_factor(user)
     return None if number is None else Scaled(node=user, axis=value.axis, factor=value.factor * number)
 
 
-def _axis_in(view: fx.Node, value: Scaled) -> int | None:
+def _class_axis_after_view(view: fx.Node, value: Scaled) -> int | None:
     """The dimension of the classes after a change of shape; ``None``: the classes are not a single dimension there."""
-    shape, whole = list(view.meta["val"].shape), value.shape
+    shape, sizes = list(view.meta["val"].shape), value.shape
     # The classes keep their number and what lies before them: (8, 128, 50257) as (1024, 50257).
-    before = math.prod(whole[: value.axis])
+    before = math.prod(sizes[: value.axis])
     for axis, size in enumerate(shape):
-        if size == whole[value.axis] and math.prod(shape[:axis]) == before:
+        if size == sizes[value.axis] and math.prod(shape[:axis]) == before:
             return axis
     return None
 
 
-def _order(node: fx.Node) -> list[int]:
+def _dimension_order(node: fx.Node) -> list[int]:
     """For each dimension of the result, the corresponding dimension of the operand."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     rank = source.meta["val"].dim()
     if getattr(node.target, "overloadpacket", None) is aten.permute:
         return [int(dim) % rank for dim in node.args[1]]  # type: ignore[union-attr, arg-type]
-    one, other = (int(dim) % rank for dim in node.args[1:3])  # type: ignore[arg-type]
+    first, second = (int(dim) % rank for dim in node.args[1:3])  # type: ignore[arg-type]
     order = list(range(rank))
-    order[one], order[other] = order[other], order[one]
+    order[first], order[second] = order[second], order[first]
     return order
 
 
@@ -172,7 +172,7 @@ def _keeps_rows(order: Sequence[int], axis: int) -> bool:
     return rows == sorted(rows)
 
 
-def _number(node: fx.Node) -> float | None:
+def _constant_factor(node: fx.Node) -> float | None:
     """The constant that an operation multiplies its first operand by; ``None``: it does something else."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is aten.neg:
@@ -184,7 +184,7 @@ def _number(node: fx.Node) -> float | None:
     return None
 
 
-def _is_read(node: fx.Node, value: Scaled) -> bool:
+def _is_supported_read(node: fx.Node, value: Scaled) -> bool:
     """Return whether an operation of the forward reads the log-probability of a label, or sums over classes."""
     packet, shape = getattr(node.target, "overloadpacket", None), value.shape
     if node.meta[Mark.PHASE] is not Phase.FORWARD or not node.args or node.args[0] is not value.node:
@@ -193,8 +193,8 @@ def _is_read(node: fx.Node, value: Scaled) -> bool:
         items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         weights = items[1].users if 1 in items else ()
         # The total weight is read by gradients only.
-        known = all(getattr(user.target, "overloadpacket", None) in _GRADIENTS for user in weights)
-        return known and node.args[3] in (_NONE, _SUM) and value.axis == 1 and len(shape) > 1
+        only_gradients = all(getattr(user.target, "overloadpacket", None) in _GRADIENTS for user in weights)
+        return only_gradients and node.args[3] in (_NONE, _SUM) and value.axis == 1 and len(shape) > 1
     if packet is aten.gather:
         return int(node.args[1]) % len(shape) == value.axis and value.is_column(node.args[2])  # type: ignore[arg-type]
     if packet is aten.sum:
@@ -208,7 +208,7 @@ def summed_dims(node: fx.Node, rank: int) -> set[int]:
     return {int(dim) % rank for dim in dims} if dims else set(range(rank))  # type: ignore[union-attr, arg-type]
 
 
-def _parts(value: Scaled, reader: fx.Node) -> tuple[Scaled, ...] | None:
+def _find_summands(value: Scaled, reader: fx.Node) -> tuple[Scaled, ...] | None:
     """The summands of a gradient of log-probabilities: each is at the label of a row, or the same for all its classes.
 
     Returns:
@@ -234,23 +234,23 @@ def _parts(value: Scaled, reader: fx.Node) -> tuple[Scaled, ...] | None:
         return (value,) if source_axis < 0 or shape[source_axis] == 1 else None
     if packet is aten.add and len(node.args) == 2 and not node.kwargs:
         # A sum of summands: each has to be of one of the forms.
-        operands = [Scaled(node=one, axis=value.axis, factor=value.factor) for one in node.all_input_nodes]
-        if len(operands) < 2 or any(one.shape != value.shape for one in operands):
+        operands = [Scaled(node=operand, axis=value.axis, factor=value.factor) for operand in node.all_input_nodes]
+        if len(operands) < 2 or any(operand.shape != value.shape for operand in operands):
             return None
-        parts_of_operands = [_parts(one, node) for one in operands]
+        parts_of_operands = [_find_summands(operand, node) for operand in operands]
         return None if None in parts_of_operands else tuple(part for parts in parts_of_operands for part in parts or ())
     axis: int | None = value.axis
     if packet in _VIEWS:
-        axis = _axis_in(source, value)
+        axis = _class_axis_after_view(source, value)
     elif packet in _PERMUTED:
-        order = _order(node)
+        order = _dimension_order(node)
         axis = order[value.axis]
         if not _keeps_rows(order, axis):
             return None
-    elif packet not in _SAME and _number(node) is None:
+    elif packet not in _SAME and _constant_factor(node) is None:
         return None
-    factor = value.factor * (_number(node) or 1.0)
-    return None if axis is None else _parts(Scaled(node=source, axis=axis, factor=factor), node)
+    factor = value.factor * (_constant_factor(node) or 1.0)
+    return None if axis is None else _find_summands(Scaled(node=source, axis=axis, factor=factor), node)
 
 
 def _is_zero(value: Any) -> bool:

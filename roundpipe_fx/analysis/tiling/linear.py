@@ -123,13 +123,13 @@ def _kind(node: fx.Node, proportional: Mapping[fx.Node, bool]) -> bool | None:
     if packet in _SUMS:
         operands = node.args[0] if packet in (aten.cat, aten.stack) else node.args[:2]
         # ``g + h`` is proportional if both are; ``g + 1`` is not.
-        return True if all(is_proportional(one) for one in operands) else None  # type: ignore[union-attr]
+        return True if all(is_proportional(operand) for operand in operands) else None  # type: ignore[union-attr]
     if packet in _CHOICES:
         # The condition may be anything that does not depend on g; both branches must be proportional, or zero.
-        return True if all(is_proportional(one) or _is_zero(one) for one in node.args[1:]) else None
+        return True if all(is_proportional(operand) or _is_zero(operand) for operand in node.args[1:]) else None
     if packet in _SCATTERS:
         written = node.args[3] if not node.kwargs else None
-        fits = all(is_proportional(one) or _is_zero(one) for one in (node.args[0], written))
+        fits = all(is_proportional(operand) or _is_zero(operand) for operand in (node.args[0], written))
         return True if fits and not is_proportional(node.args[2]) else None
     return None
 

@@ -73,7 +73,7 @@ class RowSlice:
         """The dimension of a value that is to be sliced, as it divides: its place, and what is before and behind."""
         rows = self.where[value]
         shape = value.meta["val"].shape
-        parts = _axis_in([shape[position] for position in rows], self.axis)
+        parts = _find_sliced_axis([shape[position] for position in rows], self.axis)
         assert parts is not None
         number, before, behind = parts
         return rows[number], before, behind
@@ -85,13 +85,13 @@ class RowSlice:
         dimensions = dimensions_of(member)
         assert dimensions is not None
         labels = labels_of_rows(member, dimensions, self.where)
-        axis = _axis_in([dimensions.sizes[label] for label in labels], self.axis)
+        axis = _find_sliced_axis([dimensions.sizes[label] for label in labels], self.axis)
         assert axis is not None
         number, before, behind = axis
         return arguments_on_tile(member, dimensions, {labels[number]: before * self.kept * behind})
 
 
-def row_slice_of(joint: JointGraph, node: fx.Node) -> RowSlice | None:
+def find_row_slice(joint: JointGraph, node: fx.Node) -> RowSlice | None:
     """A slice of a wide value that narrow ones can be sliced instead of; ``None``: the node is none.
 
     Args:
@@ -103,7 +103,7 @@ def row_slice_of(joint: JointGraph, node: fx.Node) -> RowSlice | None:
     dim = _dim_of(node)
     assert isinstance(node.args[0], fx.Node)
     searches = (
-        _SliceSearch(joint, node, dim, rows, known) for rows in _candidates(node.args[0].meta["val"].dim(), dim)
+        _SliceSearch(joint, node, dim, rows, known) for rows in _candidate_rows(node.args[0].meta["val"].dim(), dim)
     )
     row_slice = next((row_slice for search in searches if (row_slice := search.run()) is not None), None)
     return row_slice if row_slice is not None and _is_kept_in_order(node) else None
@@ -146,13 +146,13 @@ def _is_kept_in_order(node: fx.Node) -> bool:
     return True
 
 
-def _candidates(rank: int, dim: int) -> Iterator[Rows]:
+def _candidate_rows(rank: int, dim: int) -> Iterator[Rows]:
     """Where rows may be, of which the places along a dimension are part."""
     for count in range(1, min(rank, _MOST_DIMS + 1)):
         yield from (rows for rows in itertools.combinations(range(rank), count) if dim in rows)
 
 
-def _axis_in(sizes: list[Any], axis: tuple[int, int, int]) -> tuple[int, int, int] | None:
+def _find_sliced_axis(sizes: list[Any], axis: tuple[int, int, int]) -> tuple[int, int, int] | None:
     """Which of some sizes, whose product are the rows, has the sliced dimension, and what else is in it.
 
     Args:
@@ -209,12 +209,12 @@ class _SliceSearch:
 
     def run(self) -> RowSlice | None:
         """Find the values that leave out rows; ``None``: one of them cannot."""
-        if not self._makers():
+        if not self._collect_makers():
             return None
         self.gradients = [other for other in self.joint.in_phase(Phase.BACKWARD) if self._is_gradient(other)]
         # Gradients have the rows of what was sliced; from there the search goes on to their readers.
         self.where.update(dict.fromkeys(self.gradients, self.where[self.source]))
-        if not (self._readers() and self._is_closed()):
+        if not (self._collect_readers() and self._is_closed()):
             return None
         ordered = [node for node in self.joint.graph.nodes if node in self.members]
         backward = [node for node in ordered if node.meta[Mark.PHASE] is Phase.BACKWARD]
@@ -248,7 +248,7 @@ class _SliceSearch:
             and self.node.meta.get("seq_nr") == other.meta.get("seq_nr")
         )
 
-    def _makers(self) -> bool:
+    def _collect_makers(self) -> bool:
         """Take in what makes the slice, back to narrow values."""
         waiting = [self.source]
         # From the slice back to narrow values: everything on the way can leave rows out.
@@ -258,12 +258,12 @@ class _SliceSearch:
             assert isinstance(maker, fx.Node)
             if maker in self.members:
                 continue
-            if maker.meta.get(Mark.PHASE) is not Phase.FORWARD or not self._take(maker, sums=False):
+            if maker.meta.get(Mark.PHASE) is not Phase.FORWARD or not self._add_member(maker, sums=False):
                 return False
             waiting += [other for other in maker.all_input_nodes if other in self.where and other not in self.narrow]
         return True
 
-    def _readers(self) -> bool:
+    def _collect_readers(self) -> bool:
         """Take in what reads the backward of the slice, up to narrow values and sums over rows."""
         # From the gradient forward, up to narrow values (which are padded with zeros again) and sums over rows.
         waiting = list(self.gradients)
@@ -271,7 +271,7 @@ class _SliceSearch:
             for user in list(waiting.pop().users):
                 if user in self.members:
                     continue
-                if user.meta.get(Mark.PHASE) is not Phase.BACKWARD or not self._take(user, sums=True):
+                if user.meta.get(Mark.PHASE) is not Phase.BACKWARD or not self._add_member(user, sums=True):
                     return False
                 for value in [user, *user.users] if not is_tensor(user) else [user]:
                     if value not in self.where or not is_tensor(value):
@@ -282,7 +282,7 @@ class _SliceSearch:
                         waiting.append(value)
         return True
 
-    def _take(self, node: fx.Node, sums: bool) -> bool:
+    def _add_member(self, node: fx.Node, sums: bool) -> bool:
         """Take in an operation that works on each row alone; says where rows are of what it reads and makes."""
         if not may_be_divided(node) or len(self.members) >= _MOST_MEMBERS:
             return False
@@ -292,15 +292,15 @@ class _SliceSearch:
         if labels_of_node is None:
             return False
         mixed, pairs = labels_of_node
-        wanted = labels_where(pairs, self.where)
+        dims = labels_where(pairs, self.where)
         dimensions = dimensions_of(node)
-        if not wanted or set(wanted) & mixed or dimensions is None:
+        if not dims or set(dims) & mixed or dimensions is None:
             return False
-        if _axis_in([dimensions.sizes[label] for label in wanted], self.axis) is None:
+        if _find_sliced_axis([dimensions.sizes[label] for label in dims], self.axis) is None:
             return False
         items = {user for user in node.users if user.target is operator.getitem} if not is_tensor(node) else set()
         for value, labels in pairs:
-            position = rows_among(labels, wanted)
+            position = rows_among(labels, dims)
             if value is None:
                 continue
             is_made = value is node or value in items
@@ -316,7 +316,7 @@ class _SliceSearch:
                 continue
             shape = value.meta["val"].shape
             if self._is_narrow(value) and value not in self.members:
-                if _axis_in([shape[dim] for dim in position], self.axis) is None:
+                if _find_sliced_axis([shape[dim] for dim in position], self.axis) is None:
                     return False
                 self.narrow[value] = None
         self.members |= {node, *items}
@@ -339,7 +339,7 @@ class _SliceSearch:
             if member not in self.padded and not sums and not all(user in inside for user in member.users):
                 return False
         positions = {value: [value.meta["val"].shape[dim] for dim in self.where[value]] for value in self.padded}
-        return all(_axis_in(sizes, self.axis) is not None for sizes in positions.values()) and not any(
+        return all(_find_sliced_axis(sizes, self.axis) is not None for sizes in positions.values()) and not any(
             is_view(value) for value in self.padded
         )
 

@@ -118,7 +118,7 @@ class TileRegion:
         sums = (node.meta["val"] for node in self.members if _is_sum(self, node))
         return any(value.is_floating_point() and value.dtype is not torch.float64 for value in sums)
 
-    def on(self, graph: fx.Graph) -> TileRegion:
+    def copy_to(self, graph: fx.Graph) -> TileRegion:
         """The same region of a copy of the graph, whose nodes have the same names."""
         named = {node.name: node for node in graph.nodes}
         return TileRegion(
@@ -146,7 +146,7 @@ class TileRegions:
         self._joint = joint
         self._order = {node: position for position, node in enumerate(joint.graph.nodes)}
         self._returned = {output for output in joint.outputs if isinstance(output, fx.Node)}
-        self._tangential = _descendants(joint, joint.tangents)
+        self._tangential = _find_descendants(joint, joint.tangents)
         self._described: dict[fx.Node, Described | None] = {}
         self._sizes = {node: elements(node) for node in joint.graph.nodes}
         self._taken: set[fx.Node] = set()
@@ -155,16 +155,16 @@ class TileRegions:
         by_width = sorted(joint.in_phase(Phase.FORWARD), key=lambda node: -self._sizes[node])
         self._waiting = deque(node for node in by_width if _may_be_widest(node))
 
-    def as_wide_as(self, least: int) -> list[TileRegion]:
+    def find_wide_regions(self, min_elements: int) -> list[TileRegion]:
         """Regions whose widest value has at least a number of elements, the widest first; they do not overlap."""
         # Widest first. Values that a region has taken, or from which a search gave nothing, are not tried again.
-        while self._waiting and self._sizes[self._waiting[0]] >= least:
+        while self._waiting and self._sizes[self._waiting[0]] >= min_elements:
             widest = self._waiting.popleft()
             if widest not in self._taken and widest not in self._seen:
-                self._look_around(widest, _candidates(widest))
+                self._grow_region(widest, _candidate_rows(widest))
         return self.regions
 
-    def around(self, widest: fx.Node, rows: Rows) -> TileRegion | None:
+    def find_around(self, widest: fx.Node, rows: Rows) -> TileRegion | None:
         """The one whose rows are where it is said; ``None`` if there is none, it is small, or another has this value.
 
         Args:
@@ -173,7 +173,7 @@ class TileRegions:
         """
         count = len(self.regions)
         if widest not in self._taken and _is_large(widest):
-            self._look_around(widest, [rows])
+            self._grow_region(widest, [rows])
         if len(self.regions) == count:
             return None
         region, size = self.regions.pop(), self._sizes[widest]
@@ -181,12 +181,12 @@ class TileRegions:
         self.regions.append(dataclasses.replace(region, widest=first))
         return self.regions[-1]
 
-    def by_width(self) -> Iterator[list[TileRegion]]:
+    def iterate_by_width(self) -> Iterator[list[TileRegion]]:
         """Yield regions with ever narrower widest values: each time all so far, those of one more width last."""
         while self._waiting:
-            yield self.as_wide_as(self._sizes[self._waiting[0]])
+            yield self.find_wide_regions(self._sizes[self._waiting[0]])
 
-    def _look_around(self, widest: fx.Node, starts: Iterable[Rows]) -> None:
+    def _grow_region(self, widest: fx.Node, starts: Iterable[Rows]) -> None:
         grown = [
             Growth(
                 widest=widest,
@@ -217,7 +217,7 @@ class TileRegions:
             where=dict(best.where),
             whole=frozenset(best.whole),
         )
-        region = dataclasses.replace(region, scalar=_scalar(self._joint, region, self._tangential))
+        region = dataclasses.replace(region, scalar=_find_scalar(self._joint, region, self._tangential))
         if _is_acyclic(self._joint, [*self.regions, region]):
             self._taken.update(set(region.members) - region.whole)
             self.regions.append(region)
@@ -242,7 +242,7 @@ def _is_acyclic(joint: JointGraph, regions: Sequence[TileRegion]) -> bool:
     return True
 
 
-def _scalar(joint: JointGraph, region: TileRegion, tangential: Collection[fx.Node]) -> fx.Node | None:
+def _find_scalar(joint: JointGraph, region: TileRegion, tangential: Collection[fx.Node]) -> fx.Node | None:
     """The one scalar incoming gradient that a region's backward is proportional to."""
     forward, backward = region.in_phase(Phase.FORWARD), region.in_phase(Phase.BACKWARD)
     inside = set(region.members)
@@ -258,8 +258,10 @@ def _scalar(joint: JointGraph, region: TileRegion, tangential: Collection[fx.Nod
         return None
     # The forward must not depend on what the backward reads from outside, and no sum over tiles may be read before it
     # is complete.
-    later = _descendants(joint, forward)
-    if any(node in later for node in outside) or any(_is_sum(region, source) for source in _read(backward, forward)):
+    later = _find_descendants(joint, forward)
+    if any(node in later for node in outside) or any(
+        _is_sum(region, source) for source in _find_sources_among(backward, forward)
+    ):
         return None
     linear = find_proportional(backward, waiting)
     results = [node for node in backward if node not in region.whole and any(user not in inside for user in node.users)]
@@ -278,11 +280,11 @@ def _is_sum(region: TileRegion, node: fx.Node) -> bool:
     return node not in region.where and node not in region.whole and is_tensor(node)
 
 
-def _read(nodes: Iterable[fx.Node], of: Iterable[fx.Node]) -> set[fx.Node]:
+def _find_sources_among(nodes: Iterable[fx.Node], of: Iterable[fx.Node]) -> set[fx.Node]:
     return {source for node in nodes for source in node.all_input_nodes} & set(of)
 
 
-def _descendants(joint: JointGraph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def _find_descendants(joint: JointGraph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Everything that depends on some nodes."""
     # One pass in graph order suffices, since sources come first.
     origins = set(nodes)
@@ -308,7 +310,7 @@ def _is_large(node: fx.Node) -> bool:
     )
 
 
-def _candidates(node: fx.Node) -> Iterator[Rows]:
+def _candidate_rows(node: fx.Node) -> Iterator[Rows]:
     """Where the rows of a value may be."""
     shape = node.meta["val"].shape
     for count in range(1, _MOST_DIMS + 1):

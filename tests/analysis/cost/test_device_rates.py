@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from roundpipe_fx.analysis.cost import DEVICES, annotate_node, roofline_of, seconds_with_launches
+from roundpipe_fx.analysis.cost import DEVICES, annotate_node, find_roofline, seconds_with_launches
 from roundpipe_fx.analysis.cost.device_rates import ARCHITECTURES, Rate
 from roundpipe_fx.ir.joint_graph import Mark, Phase
 from roundpipe_fx.passes.annotate import annotate
@@ -40,25 +40,25 @@ def test_each_rate_has_a_source_and_is_below_its_peak(name: str) -> None:
 
 def test_products_are_those_of_the_settings() -> None:
     peaks, shares = ARCHITECTURES["RTX 4090"]
-    plain = roofline_of(CUDA, "RTX 4090")
+    plain = find_roofline(CUDA, "RTX 4090")
     torch.set_float32_matmul_precision("high")
     torch.backends.cuda.matmul.allow_fp16_accumulation = True
-    other = roofline_of(CUDA, "RTX 4090")
+    other = find_roofline(CUDA, "RTX 4090")
     assert other.rates == "table of the RTX 4090, TF32, sums in float16"
     assert other.flops[torch.float16] == shares.products.value * peaks.half_sums > 1.9 * plain.flops[torch.float16]
     assert other.flops[torch.bfloat16] == plain.flops[torch.bfloat16]
     assert other.attention_forward == plain.attention_forward  # kernels of attention sum in float32
-    assert roofline_of(CUDA, "A100").flops[torch.float32] == pytest.approx(8 * DEVICES["A100"].flops[torch.float32])
-    assert roofline_of(CUDA, "cpu") == DEVICES["cpu"]
+    assert find_roofline(CUDA, "A100").flops[torch.float32] == pytest.approx(8 * DEVICES["A100"].flops[torch.float32])
+    assert find_roofline(CUDA, "cpu") == DEVICES["cpu"]
 
 
 def test_who_takes_the_rates_of_another_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
-    assert roofline_of(CUDA).rates == "table of the A100, which the NVIDIA B200 is taken to be like"
-    assert roofline_of(CUDA, "H100").rates == "table of the H100"
+    assert find_roofline(CUDA).rates == "table of the A100, which the NVIDIA B200 is taken to be like"
+    assert find_roofline(CUDA, "H100").rates == "table of the H100"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert roofline_of(CUDA) == DEVICES["H200"]
+    assert find_roofline(CUDA) == DEVICES["H200"]
 
 
 @pytest.mark.parametrize("name", ["cpu", "H200"])

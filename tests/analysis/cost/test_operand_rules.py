@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import roundpipe_fx
 from benchmarks.made_up_operands import Watch, pool_cases
-from roundpipe_fx.analysis.cost import measured, operand_rules, probe, real_layout, synthetic, workspaces_of
+from roundpipe_fx.analysis.cost import measured, operand_rules, predict_workspaces, probe, real_layout, synthetic
 from roundpipe_fx.analysis.cost.measured import MeasuredCosts
 from roundpipe_fx.analysis.cost.operand_rules import ANY_NUMBERS, RULES, kinds_of_operator, may_run_alone
 from roundpipe_fx.analysis.cost.roofline import DEVICES
@@ -285,12 +285,12 @@ def test_nothing_is_tried_for_which_there_is_no_memory(runs: list[Any], monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(synthetic, "available_memory", lambda device: 1000)
         patched.setattr(synthetic, "_SMALL", 0)
-        assert workspaces_of([node], CPU) == {} and workspaces_of([node], CPU, learned={str(node.target): 7}) == {
-            node: 7
-        }
+        assert predict_workspaces([node], CPU) == {} and predict_workspaces(
+            [node], CPU, learned={str(node.target): 7}
+        ) == {node: 7}
         assert MeasuredCosts(DEVICES["cpu"], CPU).node_seconds(node, 10, 10, torch.float32) > 0
         assert node.meta[Mark.UNTRIED] and not runs
-    workspaces_of([node], CPU)  # there is memory again
+    predict_workspaces([node], CPU)  # there is memory again
     assert runs and Mark.UNTRIED not in node.meta
 
 
@@ -363,8 +363,8 @@ def test_what_kernels_depend_on_is_in_the_key(name: str) -> None:
 
 def test_sizes_among_arguments_do_not_make_small_tensors_large(runs: list[Any]) -> None:
     x = torch.ones(2, 2)
-    assert real_layout.small_values(node_of(aten.new_zeros.default, x, [2**20, 2**20])) is None
-    assert real_layout.small_values(node_of(aten.full.default, [2**20, 2**20], 1.0)) is None
+    assert real_layout.probe_small_values(node_of(aten.new_zeros.default, x, [2**20, 2**20])) is None
+    assert real_layout.probe_small_values(node_of(aten.full.default, [2**20, 2**20], 1.0)) is None
     assert not runs
 
 
@@ -372,5 +372,5 @@ def test_small_tensors_are_within_rules(runs: list[Any]) -> None:
     node = node_of(aten.embedding.default, torch.ones(1, 2), ints(2))
     with node.args[0].meta["val"].fake_mode:
         node.meta["val"] = torch.empty(2, 2)
-    assert real_layout.small_values(node) is not None
+    assert real_layout.probe_small_values(node) is not None
     assert runs == [aten.embedding.default]

@@ -52,7 +52,7 @@ def test_a_later_process_tries_nothing_again(
     before = _probed(node)
     probe.write_probes(CPU)
     another_process()
-    monkeypatch.setattr(probe, "_run", lambda *_: pytest.fail("it is tried again"))
+    monkeypatch.setattr(probe, "_probe_device", lambda *_: pytest.fail("it is tried again"))
     assert _probed(node) == before
     assert before.layouts == (probe.TensorLayout((8, 8), (8, 1)),)
 

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import roundpipe_fx
 from benchmarks.fuzz.meter import AllocatorPeak
-from roundpipe_fx.analysis.cost import depends_on_data, probe, workspaces_of
+from roundpipe_fx.analysis.cost import depends_on_data, predict_workspaces, probe
 from roundpipe_fx.passes import workspaces
 from tests.comparison import aot_eager_step, assert_bitwise, train_step
 
@@ -39,7 +39,7 @@ def node_of(target, *shapes_and_dtypes, arguments=()) -> fx.Node:
 
 
 def workspace_of(node: fx.Node, **options) -> int:
-    return workspaces_of([node], CPU, **options).get(node, 0)
+    return predict_workspaces([node], CPU, **options).get(node, 0)
 
 
 def test_what_a_kernel_converts_is_its_own() -> None:
@@ -83,7 +83,7 @@ def test_the_same_on_the_same_shapes_is_measured_once(monkeypatch: pytest.Monkey
     measured = []
     monkeypatch.setattr(workspace, "_measure", lambda node, _: measured.append(node) or 7)
     nodes = [node_of(aten.cumsum.default, ((n, 4), torch.bool), arguments=(0,)) for n in (8, 8, 9)]
-    assert set(workspaces_of(nodes, CPU).values()) == {7} and len(measured) == 2
+    assert set(predict_workspaces(nodes, CPU).values()) == {7} and len(measured) == 2
 
 
 def test_a_profiler_of_the_user_does_not_disturb() -> None:
@@ -103,7 +103,7 @@ class Converting(nn.Module):
         return self.second(torch.tanh(self.first(x)) * y).square().sum()
 
 
-def peak_of_step(run, model: nn.Module, batch: dict) -> int:
+def simulate_step_peak(run, model: nn.Module, batch: dict) -> int:
     for _ in range(2):
         model.zero_grad()
         with roundpipe_fx.measure_peak("cpu") as peak:
@@ -116,10 +116,10 @@ def test_it_is_in_the_plan(options: dict, monkeypatch: pytest.MonkeyPatch) -> No
     model = Converting()
     batch = {"x": torch.randn(512, 64), "y": torch.ones(512, 256, dtype=torch.bfloat16)}
     compiled = roundpipe_fx.compile(copy.deepcopy(model), fullgraph=True, **options)
-    measured = peak_of_step(compiled, compiled, batch)
+    measured = simulate_step_peak(compiled, compiled, batch)
     assert measured <= compiled.plan.peak_bytes <= measured + 64
     assert any(value.name.startswith("workspace of ") for value in compiled.plan.peak.live)
-    monkeypatch.setattr(workspaces, "workspaces_of", lambda *_: {})
+    monkeypatch.setattr(workspaces, "predict_workspaces", lambda *_: {})
     blind = roundpipe_fx.compile(copy.deepcopy(model), fullgraph=True, **options).trace(**batch)
     assert blind.peak_bytes < measured
 
@@ -159,7 +159,7 @@ def test_what_other_operators_need_is_seen_in_the_first_step() -> None:
     assert "workspace of roundpipe_fx_tests.greedy.default ≤ " in str(compiled.plan)
     assert compiled.plan.peak_bytes >= first.peak_bytes + 9 * 128 * 32 * 4
     plans = len(compiled.plans)
-    assert peak_of_step(compiled, model, batch) <= compiled.plan.peak_bytes
+    assert simulate_step_peak(compiled, model, batch) <= compiled.plan.peak_bytes
     assert len(compiled.plans) == plans  # known now
     with profile(activities=[ProfilerActivity.CPU]):  # a profiler of the user's goes first
         assert_bitwise(train_step(compiled, model, batch), reference)
@@ -240,7 +240,7 @@ def test_a_step_takes_no_more_than_planned(name: str, dynamic: bool | None) -> N
     torch.manual_seed(0)
     net, x = NETS[name]()
     compiled = roundpipe_fx.compile(Squared(net), memory_budget=0.0, dynamic=dynamic)
-    assert peak_of_step(compiled, compiled, {"x": x}) <= compiled.plan.peak_bytes <= compiled.plan.budget
+    assert simulate_step_peak(compiled, compiled, {"x": x}) <= compiled.plan.peak_bytes <= compiled.plan.budget
 
 
 @pytest.mark.parametrize(

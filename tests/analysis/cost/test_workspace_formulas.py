@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from roundpipe_fx.analysis.cost import workspace, workspaces_of
+from roundpipe_fx.analysis.cost import predict_workspaces, workspace
 from roundpipe_fx.analysis.cost.workspace_formulas import LARGEST_GPU, Gpu, workspace_by_formula
 from roundpipe_fx.ir.joint_graph import Mark
 
@@ -191,8 +191,8 @@ def test_the_gradient_of_an_embedding_sorts_its_indices() -> None:
     # indices, where they come from, and their first order; two more buffers, counters of digits, and 64 KiB.
     assert backward(65_536, 1000) == 3 * 65_536 * 8 + 65_536 * 17 + 2**16
     # Wider rows: sorted indices, their places, starts of rows; counts and starts of 1,000 rows' parts; 7,553 sums.
-    of_indices, of_rows, parts = 3 * 65_536 * 8, 2 * (8192 + 512), 7553
-    assert backward(65_536, 1000, 1024) == of_indices + of_rows + 60_928 + parts * 1024 * 4 + 4608
+    index_bytes, of_rows, parts = 3 * 65_536 * 8, 2 * (8192 + 512), 7553
+    assert backward(65_536, 1000, 1024) == index_bytes + of_rows + 60_928 + parts * 1024 * 4 + 4608
 
 
 def test_repeated_indices_are_sorted_to_add_up() -> None:
@@ -238,10 +238,10 @@ def test_other_operators_are_unknown() -> None:
 
 def test_a_gpu_that_is_not_there_has_formulas_and_a_cpu_has_none() -> None:
     node = call(aten._softmax_backward_data.default, tensor(8, 64), tensor(8, 64), -1, FLOAT)
-    assert workspaces_of([node], CUDA, present=False) == {node: 2048}
-    assert workspaces_of([node], torch.device("cpu"), present=False) == {}
+    assert predict_workspaces([node], CUDA, present=False) == {node: 2048}
+    assert predict_workspaces([node], torch.device("cpu"), present=False) == {}
     unknown = call(aten.cumsum.default, tensor(8, 64), 0)
-    assert workspaces_of([unknown], CUDA, present=False) == {} and Mark.UNTRIED not in unknown.meta
+    assert predict_workspaces([unknown], CUDA, present=False) == {} and Mark.UNTRIED not in unknown.meta
 
 
 def test_a_formula_stands_in_for_a_trial_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_a_formula_stands_in_for_a_trial_that_cannot_be_made(monkeypatch: pytest
     monkeypatch.setattr(workspace, "_gpu", lambda *_: LARGEST_GPU)
     with monkeypatch.context() as patched:
         patched.setattr(workspace, "_measure", lambda *_: None)
-        assert workspaces_of([known, unknown], torch.device("cpu")) == {known: 2048}
+        assert predict_workspaces([known, unknown], torch.device("cpu")) == {known: 2048}
         assert Mark.UNTRIED not in known.meta and unknown.meta[Mark.UNTRIED]
     monkeypatch.setattr(workspace, "_measure", lambda *_: 7)  # the measurement counts
-    assert workspaces_of([known], torch.device("cpu")) == {known: 7}
+    assert predict_workspaces([known], torch.device("cpu")) == {known: 7}

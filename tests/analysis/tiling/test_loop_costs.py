@@ -27,7 +27,7 @@ def _tiled(text: str, tiles: int, costs: CostModel = CPU, fused: bool = False) -
         return fuse_costs_of_body(body, costs) if fused else body
 
     costed = BodyCosts(model=costs, device=None, granularity=1, eager=not fused, rewrite=rewrite)
-    return tile_regions(joint, [(region, tiles) for region in TileRegions(joint).as_wide_as(0)], costed)
+    return tile_regions(joint, [(region, tiles) for region in TileRegions(joint).find_wide_regions(0)], costed)
 
 
 def _total(joint: JointGraph, mark: Mark) -> float:

@@ -11,7 +11,7 @@ from tests.graph_text import joint_of
 
 
 def regions(text: str) -> list[TileRegion]:
-    return TileRegions(joint_of(text)).as_wide_as(0)
+    return TileRegions(joint_of(text)).find_wide_regions(0)
 
 
 def names(region: TileRegion) -> set[str]:
@@ -219,10 +219,10 @@ def test_regions_are_found_as_far_as_they_are_asked_for() -> None:
     weights = "    primals_4: float32[4, 32],  # parameter\n    primals_5: float32[32, 4],  # parameter\n"
     text = forward(UP, TANH, DOWN, narrow_up, narrow_tanh, narrow_down, inputs=weights, result="mm_1, mm_3")
     asked = TileRegions(joint_of(text))
-    assert asked.as_wide_as(64 * 128 + 1) == []
-    (wide,) = asked.as_wide_as(64 * 33)
+    assert asked.find_wide_regions(64 * 128 + 1) == []
+    (wide,) = asked.find_wide_regions(64 * 33)
     assert "tanh" in names(wide)
-    assert [names(region) for region in asked.as_wide_as(1)] == [names(region) for region in regions(text)]
+    assert [names(region) for region in asked.find_wide_regions(1)] == [names(region) for region in regions(text)]
     assert len(asked.regions) == 2
-    by_width = [len(found) for found in TileRegions(joint_of(text)).by_width()]
+    by_width = [len(found) for found in TileRegions(joint_of(text)).iterate_by_width()]
     assert by_width == sorted(by_width) and {1, 2} <= set(by_width)

@@ -70,7 +70,7 @@ def kept_and_again(model: Model, **options: Any) -> tuple[set[str], set[str], ro
     return kept, again, compiled.plan
 
 
-def peak_of_step(run: Callable[..., Any], model: nn.Module, batch: dict[str, Any]) -> int:
+def simulate_step_peak(run: Callable[..., Any], model: nn.Module, batch: dict[str, Any]) -> int:
     train_step(run, model, batch)
     model.zero_grad(set_to_none=True)
     with measure_peak("cpu") as peak:
@@ -99,10 +99,10 @@ def test_memory_of_a_compiled_checkpointed_model() -> None:
     for interface in (Checkpointed, Nested, ScopedLayers):
         torch._dynamo.reset()
         model = interface(depth=4)
-        eager = peak_of_step(model, model, batch)
-        plain = peak_of_step(Model(depth=4), model, batch)
+        eager = simulate_step_peak(model, model, batch)
+        plain = simulate_step_peak(Model(depth=4), model, batch)
         compiled = roundpipe_fx.compile(model)
-        ours = peak_of_step(compiled, model, batch)
+        ours = simulate_step_peak(compiled, model, batch)
         assert ours <= compiled.plan.peak_bytes
         assert ours <= eager < plain, interface
 
