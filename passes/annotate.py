@@ -32,7 +32,7 @@ def _mark_phases(joint: JointGraph) -> None:
     Nodes without a tag (added by other passes) follow their users: those that no forward node or output needs are
     backward.
     """
-    depends_on_tangent = joint.dependent_on_tangents()
+    depends_on_tangent = joint.find_tangent_dependents()
     needed_by_forward = {output for output in joint.forward_outputs if isinstance(output, fx.Node)}
     for node in reversed(list(joint.computed())):
         tag = node.meta.get("partitioner_tag")

@@ -23,7 +23,7 @@ import torch
 from torch import fx, nn
 
 from roundpipe_fx.analysis.host_sync import why_host_sync
-from roundpipe_fx.ir.bodies import bodies_of, draws, draws_inside
+from roundpipe_fx.ir.bodies import draws, draws_inside, list_bodies
 from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
@@ -49,7 +49,7 @@ def hoist_host_syncs(joint: JointGraph, registered: Collection[Any] = (), collec
         registered: operators (``OpOverload`` or ``OpOverloadPacket``) that the user declared to force a host sync.
         collectives: whether those of the forward must not run twice: where all ranks follow one plan, they may.
     """
-    tangent_dependent = joint.dependent_on_tangents()
+    tangent_dependent = joint.find_tangent_dependents()
     for node in list(joint.computed()):
         reason = _host_sync(node, registered, joint.module)
         if reason is None or (is_collective(node.target) and not collectives):
@@ -92,7 +92,7 @@ def _in_body(node: fx.Node, registered: Collection[Any], module: nn.Module) -> s
         return "the host reads its condition"
     if draws_inside(node, module):
         return "its body draws random numbers"
-    for body in bodies_of(node, module):
+    for body in list_bodies(node, module):
         reasons = (_host_sync(inner, registered, body) for inner in body.graph.nodes if inner.op == "call_function")
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is not None:

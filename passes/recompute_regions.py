@@ -36,11 +36,11 @@ from roundpipe_fx.ir.joint_graph import (
     viewed,
 )
 from roundpipe_fx.ir.recompute_marks import (
-    checkpoints_of,
     is_in_scope,
     keeps_generator_state,
     offloading_inputs,
-    policy_of,
+    read_checkpoints,
+    read_policy,
     saves_for_recompute,
 )
 
@@ -89,7 +89,7 @@ def region_bounds(joint: JointGraph) -> list[int]:
     working = set()
     forward = joint.in_phase(Phase.FORWARD)
     for position, node in enumerate(forward):
-        for number in checkpoints_of(node):
+        for number in read_checkpoints(node):
             first.setdefault(number, position)
             last[number] = position
             if node.meta.get(Mark.FLOPS):
@@ -121,21 +121,21 @@ def _must_be_saved(node: fx.Node, replays_random: bool) -> str | None:
 def _must_not_be_kept(node: fx.Node) -> str | None:
     if is_in_scope(node):
         return "computed in a gradient checkpoint scope"
-    if checkpoints_of(node) and _policy(node) not in ("PREFER_SAVE", "PREFER_CPU_OFFLOAD"):
+    if read_checkpoints(node) and _policy(node) not in ("PREFER_SAVE", "PREFER_CPU_OFFLOAD"):
         return "computed in a checkpoint"
     return None
 
 
 def _policy(node: fx.Node) -> str | None:
     """Name of a node's policy: not all supported versions of PyTorch have those that offload."""
-    policy = policy_of(node)
+    policy = read_policy(node)
     return None if policy is None else policy.name
 
 
 def _is_read_only_inside(node: fx.Node) -> bool:
     """Return whether all forward readers of a value are in the same outermost checkpoint."""
-    outermost = checkpoints_of(node)[:1]
-    return all(checkpoints_of(reader)[:1] == outermost for reader in _forward_readers(node))
+    outermost = read_checkpoints(node)[:1]
+    return all(read_checkpoints(reader)[:1] == outermost for reader in _forward_readers(node))
 
 
 def _forward_readers(node: fx.Node) -> Iterator[fx.Node]:

@@ -38,7 +38,7 @@ def compute_for_each_reader(joint: JointGraph) -> JointGraph:
 
     Results are bitwise equal: the same operations have the same operands.
     """
-    late = joint.dependent_on_tangents()
+    late = joint.find_tangent_dependents()
     forward = [n for n in joint.computed() if n not in late and n.meta.get("partitioner_tag") != "is_backward"]
     order = {node: position for position, node in enumerate(forward)}
     busy = [position for node, position in order.items() if not is_view(node) and not _is_pointwise(node)]

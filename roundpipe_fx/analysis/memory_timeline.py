@@ -20,7 +20,7 @@ from roundpipe_fx.analysis.liveness import find_lifetimes
 from roundpipe_fx.analysis.program_events import CALLER, Course
 from roundpipe_fx.analysis.simulator import levels_of_course
 from roundpipe_fx.ir.joint_graph import Mark, module_path, tensor_values
-from roundpipe_fx.ir.source import line_of, source_of
+from roundpipe_fx.ir.source import find_line, find_source
 from roundpipe_fx.torch_private import module_path_text
 
 _INCOMING = "incoming gradient"
@@ -167,7 +167,7 @@ def _items(node: fx.Node, result_storages: Sequence[int]) -> dict[int, fx.Node]:
 
 def _origin(node: fx.Node, source: dict[str, str]) -> tuple[str, str]:
     """Module and line of a node; ``source`` gets the text of the line."""
-    line = line_of(node)
+    line = find_line(node)
     if line and line not in source:
-        source[line] = (*source_of(node).splitlines(), "")[1].strip()
+        source[line] = (*find_source(node).splitlines(), "")[1].strip()
     return module_path(node, module_path_text), line

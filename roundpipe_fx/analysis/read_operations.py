@@ -47,7 +47,7 @@ from roundpipe_fx.ir.joint_graph import (
     is_view,
     tensor_values,
 )
-from roundpipe_fx.ir.recompute_marks import budget_of_region, checkpoints_of
+from roundpipe_fx.ir.recompute_marks import read_checkpoints, read_region_budget
 
 
 def read_operations(
@@ -263,7 +263,7 @@ def _regions(forward: Sequence[Operation]) -> tuple[tuple[frozenset[int], int | 
     """Storages of consecutive operations with the same region's budget, and that budget."""
     regions = []
     # Regions are runs of consecutive operations: a module that is called twice is two of them.
-    for budget, run in itertools.groupby(forward, key=lambda operation: budget_of_region(operation.node)):
+    for budget, run in itertools.groupby(forward, key=lambda operation: read_region_budget(operation.node)):
         storages = frozenset(storage for operation in run for storage in operation.makes)
         if budget is not None:
             regions.append((storages, budget))
@@ -282,7 +282,7 @@ def _hold_at(
     owner: dict[int, tuple[int, ...]] = {}
     begins: set[int] = set()
     for operation in forward:
-        path = checkpoints_of(operation.node)
+        path = read_checkpoints(operation.node)
         for number in path:
             first, last = spans.get(number, (operation.segment, operation.segment))
             # Number of the checkpoint, and the segments that it spans.

@@ -28,7 +28,7 @@ from roundpipe_fx.analysis.program_events import CALLER, Course
 from roundpipe_fx.analysis.step_of_calls import Footprint, compute_footprint
 from roundpipe_fx.ir.decisions import LiveValue, PeakMoment
 from roundpipe_fx.ir.joint_graph import module_path, tensor_values
-from roundpipe_fx.ir.source import line_of
+from roundpipe_fx.ir.source import find_line
 from roundpipe_fx.torch_private import module_path_text
 
 _FIRST_INPUT = -3
@@ -81,7 +81,7 @@ def find_course_peak(
     saved = set().union(*course.results[course.forward.outputs :])
     live = [_live(run.makers.get(storage), size, storage in gradients, storage in saved) for storage, size in peak.live]
     name, module = (node.name, module_path(node, module_path_text)) if node is not None else ("", "")
-    line = line_of(node) if node is not None else ""
+    line = find_line(node) if node is not None else ""
     workspace = run.events[peak.position].workspace if peak.position >= 0 else 0
     # The peak is outside of the graphs, in the loss.
     if call == CALLER and workspace:
@@ -157,6 +157,6 @@ def _live(maker: fx.Node | str | None, size: int, gradient: bool, saved: bool) -
         module=module,
         bytes=size,
         gradient=gradient,
-        line="" if module else line_of(maker),
+        line="" if module else find_line(maker),
         saved=saved,
     )

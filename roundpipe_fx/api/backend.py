@@ -23,7 +23,7 @@ from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.plans_of_modules import add_plan, note_plan, noting_models
 from roundpipe_fx.api.wrapper_memory import WrapperMemory, compile_within_remaining_budget, wrapper_memory_of
 from roundpipe_fx.budget import parse_budget
-from roundpipe_fx.compiler.run_passes import edited_passes
+from roundpipe_fx.compiler.run_passes import edit_passes
 from roundpipe_fx.frontend.graph_breaks import around_compilations
 from roundpipe_fx.ir.joint_graph import module_paths
 from roundpipe_fx.ir.options import NO_CUDA_GRAPHS, Options
@@ -116,7 +116,7 @@ def _backend_by_name(
         parsed = Options.parse(options or {})
     except (TypeError, ValueError) as error:
         raise torch_private.passed_through(error) from None
-    edited_passes(parsed.passes)  # an invalid list raises before anything is traced
+    edit_passes(parsed.passes)  # an invalid list raises before anything is traced
     learned = _learned_of(options or {})
     modules = torch_private.modules_being_compiled()
     learned.memory.models.update(modules)

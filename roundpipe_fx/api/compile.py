@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.compiled_module import COMPILED, CompiledModule, compiled_module
-from roundpipe_fx.compiler.run_passes import edited_passes
+from roundpipe_fx.compiler.run_passes import edit_passes
 from roundpipe_fx.distributed.mesh import check_shard, devices_of, set_mesh
 from roundpipe_fx.ir.options import Options, check_names
 from roundpipe_fx.passes.entry import Pass
@@ -161,7 +161,7 @@ def compile(
             "passes": passes,
         }
     )
-    edited_passes(options.passes)  # an invalid list raises now, not at the first call
+    edit_passes(options.passes)  # an invalid list raises now, not at the first call
     check_shard(mesh, shard)
     if mesh is not None:
         devices = devices_of(

@@ -60,11 +60,11 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
     changed = set(joint.updates)
     results = [node for position, node in enumerate(joint.forward_outputs) if position not in changed]
     returned = tuple(node for node in results if isinstance(node, fx.Node))
-    stages = _stages_of(joint)
+    stages = _map_to_stages(joint)
     last = max(stages.values())
     # Only what results and new values depend on: other operations have no place in a stage.
-    needed = _needed((*returned, *(node for node in updates.values() if isinstance(node, fx.Node))))
-    of_batch = _of_batch(joint, needed, updates.keys())
+    needed = _find_ancestors((*returned, *(node for node in updates.values() if isinstance(node, fx.Node))))
+    batch_nodes = _find_batch_nodes(joint, needed, updates.keys())
     readers: dict[fx.Node, set[int]] = {}
     for node in needed:
         for source in input_nodes(node):
@@ -74,7 +74,7 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
     # Values of the batch alone need no gradient, so a later stage computes them again instead of receiving them.
     recomputed = {
         node
-        for node in of_batch
+        for node in batch_nodes
         if not _is_float(node) or any(stage > stages[node] + 1 for stage in readers.get(node, ()))
     }
     nodes: list[set[fx.Node]] = [set() for _ in range(last + 1)]
@@ -83,11 +83,11 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
         nodes[stages[node]].add(node)
     # What a stage reads of others: repeated here if it is of the batch, else received.
     for stage in range(last + 1):
-        wanted = [source for node in nodes[stage] for source in input_nodes(node)]
-        wanted += returned if stage == last else ()
-        for node in (node for node in wanted if node in stages and stages[node] != stage):
+        sources = [source for node in nodes[stage] for source in input_nodes(node)]
+        sources += returned if stage == last else ()
+        for node in (node for node in sources if node in stages and stages[node] != stage):
             if node in recomputed:
-                nodes[stage] |= {reader for reader in _needed([node]) if reader in stages}
+                nodes[stage] |= {reader for reader in _find_ancestors([node]) if reader in stages}
             else:
                 received[stage].add(node)
     # Something that one reader has repeated need not be received for another.
@@ -95,7 +95,7 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
         received[stage] -= nodes[stage]
     _refuse_skips(joint, stages, received)
     order = {node: position for position, node in enumerate(joint.graph.nodes)}
-    made = []
+    stages_in_order = []
     for stage in range(last + 1):
         # A stage sends what the next one receives; the last one sends the model's results.
         sent = sorted(received[stage + 1], key=order.__getitem__) if stage < last else list(returned)
@@ -104,12 +104,14 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
             for number, node in updates.items()
             if isinstance(node, fx.Node) and stages.get(node, 0) == stage
         }
-        made.append(_stage(joint, stage, sorted(nodes[stage], key=order.__getitem__), received[stage], sent, new))
-    _refuse_shared(joint, made)
-    return made
+        stages_in_order.append(
+            _build_stage(joint, stage, sorted(nodes[stage], key=order.__getitem__), received[stage], sent, new)
+        )
+    _refuse_shared(joint, stages_in_order)
+    return stages_in_order
 
 
-def _stages_of(joint: JointGraph) -> dict[fx.Node, int]:
+def _map_to_stages(joint: JointGraph) -> dict[fx.Node, int]:
     """The stage of each node of the forward; parts of a result are in the stage that computes it."""
     stages: dict[fx.Node, int] = {}
     for node in joint.in_phase(Phase.FORWARD):
@@ -118,7 +120,7 @@ def _stages_of(joint: JointGraph) -> dict[fx.Node, int]:
     return stages
 
 
-def _needed(results: Iterable[fx.Node]) -> dict[fx.Node, None]:
+def _find_ancestors(results: Iterable[fx.Node]) -> dict[fx.Node, None]:
     """The results, and all that they are computed from."""
     needed_nodes: dict[fx.Node, None] = {}
     pending = list(results)
@@ -130,20 +132,20 @@ def _needed(results: Iterable[fx.Node]) -> dict[fx.Node, None]:
     return needed_nodes
 
 
-def _of_batch(joint: JointGraph, needed: Iterable[fx.Node], updated: Iterable[fx.Node]) -> set[fx.Node]:
+def _find_batch_nodes(joint: JointGraph, needed: Iterable[fx.Node], updated: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes that are computed from the batch, and from buffers that stay as they are."""
     changing = set(updated)
     fixed = {node for node in joint.primals if node not in changing and not _is_trained(joint, node)}
-    wanted, of_batch = set(needed), set(fixed)
+    candidates, batch_nodes = set(needed), set(fixed)
     for node in joint.in_phase(Phase.FORWARD):
         if (
-            node in wanted
+            node in candidates
             and not is_seeded(node)
             and not has_side_effect(node)
-            and of_batch.issuperset(input_nodes(node))
+            and batch_nodes.issuperset(input_nodes(node))
         ):
-            of_batch.add(node)
-    return of_batch - fixed
+            batch_nodes.add(node)
+    return batch_nodes - fixed
 
 
 def _is_trained(joint: JointGraph, node: fx.Node) -> bool:
@@ -158,7 +160,7 @@ def _is_float(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _stage(
+def _build_stage(
     joint: JointGraph,
     stage: int,
     nodes: Sequence[fx.Node],
@@ -201,7 +203,7 @@ def _refuse_own_gradients(joint: JointGraph) -> None:
         )
 
 
-def _where(joint: JointGraph, node: fx.Node) -> str:
+def _describe_node(joint: JointGraph, node: fx.Node) -> str:
     path = module_path(node, module_path_text)
     return f"{joint.label(node)!r}" + (f" of {path}" if path else "")
 
@@ -211,9 +213,9 @@ def _refuse_skips(joint: JointGraph, stages: dict[fx.Node, int], received: Seque
     for stage, values in enumerate(received):
         for node in values:
             if stages[node] != stage - 1:
-                skips.append(f"{_where(joint, node)} goes from stage {stages[node]} to stage {stage}")
+                skips.append(f"{_describe_node(joint, node)} goes from stage {stages[node]} to stage {stage}")
             elif not _is_float(node):
-                skips.append(f"{_where(joint, node)}, which stage {stage} reads, is no floating-point tensor")
+                skips.append(f"{_describe_node(joint, node)}, which stage {stage} reads, is no floating-point tensor")
     if skips:
         raise ValueError(
             "PyTorch's pipeline hands floating-point tensors from each stage to the next one only: "
@@ -222,10 +224,10 @@ def _refuse_skips(joint: JointGraph, stages: dict[fx.Node, int], received: Seque
         )
 
 
-def _refuse_shared(joint: JointGraph, made: Sequence[ForwardStage]) -> None:
+def _refuse_shared(joint: JointGraph, stages: Sequence[ForwardStage]) -> None:
     for node in joint.primals:
-        readers = [stage for stage, stage_made in enumerate(made) if node in stage_made.primals]
-        updated = any(node in stage_made.updated for stage_made in made)
+        readers = [stage for stage, forward_stage in enumerate(stages) if node in forward_stage.primals]
+        updated = any(node in forward_stage.updated for forward_stage in stages)
         if len(readers) > 1 and (updated or (node in joint.parameters and _is_trained(joint, node))):
             raise ValueError(
                 f"{joint.label(node)!r} is read by stages {readers}, and PyTorch's pipeline does not sum the gradients "

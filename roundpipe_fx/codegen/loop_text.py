@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import fx
 
-from roundpipe_fx.codegen.dying_values import dying_values
+from roundpipe_fx.codegen.last_uses import find_last_uses
 from roundpipe_fx.ir.joint_graph import module_path
 from roundpipe_fx.ir.text import argument_text, expression_text, type_text
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.torch_private import module_path_text
 
 
-def loops_of(graph: fx.Graph) -> list[TileLoop]:
+def list_loops(graph: fx.Graph) -> list[TileLoop]:
     """The loops of a stage module, in order."""
     return list(dict.fromkeys(node.target for node in graph.nodes if isinstance(node.target, TileLoop)))
 
@@ -21,30 +21,31 @@ def loop_text(loop: TileLoop) -> str:
 
     If the tiles do not divide the rows, the operations are shown once more for the remaining rows.
     """
-    whole = loop.bodies[loop.size]
-    placeholders = [node.name for node in whole.graph.find_nodes(op="placeholder")]
+    full_body = loop.bodies[loop.size]
+    placeholders = [node.name for node in full_body.graph.find_nodes(op="placeholder")]
     operands = placeholders[: len(loop.dims)]
     sums = iter(placeholders[len(loop.dims) :])
-    output = whole.graph.output_node()
+    output = full_body.graph.output_node()
     parts = iter(f"{node.name}_rows" for node in output.args[0])
     # Sums over tiles are updated in place under their own names; results by rows are filled part by part.
     names = [next(sums) if result.dim is None else next(parts) for result in loop.results]
     positions = list(range(len(operands)))
-    like = operands[next((position for position in positions if loop.dims[position] is not None), 0)]
+    placed = operands[next((position for position in positions if loop.dims[position] is not None), 0)]
     lines = [f"def {loop.__name__}({', '.join(operands)}):"]
     for name, result in zip(names, loop.results, strict=True):
-        made = f"torch.empty_strided({result.shape}, {result.stride}, dtype={result.made_in}, device={like}.device)"
+        dtype = result.accumulation_dtype
+        memory = f"torch.empty_strided({result.shape}, {result.stride}, dtype={dtype}, device={placed}.device)"
         start = ".zero_()" if result.start == 0 else f".fill_({result.start})"
-        lines.append(f"    {name} = {made}{start if result.dim is None else ''}")
+        lines.append(f"    {name} = {memory}{start if result.dim is None else ''}")
     # Full tiles in a loop, then the rest, whose body has other sizes.
-    left = loop.rows % loop.size
-    lines.append(f"    for start in range(0, {loop.rows - left}, {loop.size}):  # {loop.rows} rows")
+    remainder = loop.rows % loop.size
+    lines.append(f"    for start in range(0, {loop.rows - remainder}, {loop.size}):  # {loop.rows} rows")
     lines += _tile_lines(loop, loop.size, operands, names, "start", "        ")
-    if left:
-        lines.append(f"    # the last {left} rows")
-        lines += _tile_lines(loop, left, operands, names, str(loop.rows - left), "    ")
+    if remainder:
+        lines.append(f"    # the last {remainder} rows")
+        lines += _tile_lines(loop, remainder, operands, names, str(loop.rows - remainder), "    ")
     results = [
-        name if result.made_in is result.dtype else f"{name}.to({result.dtype})"
+        name if result.accumulation_dtype is result.dtype else f"{name}.to({result.dtype})"
         for name, result in zip(names, loop.results, strict=True)
     ]
     lines.append(f"    return ({', '.join(results)},)")
@@ -66,7 +67,7 @@ def _tile_lines(
     total_names = [name for name, result in zip(results, loop.results, strict=True) if result.dim is None]
     names.update(zip(inputs[len(operands) :], total_names, strict=True))
     lasting = {*inputs}
-    dying = dying_values(graph)
+    dying = find_last_uses(graph)
     current = None
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -78,9 +79,9 @@ def _tile_lines(
         line = f'{indent}{names[node]}: "{type_text(node.meta.get("val"))}" = {expression_text(node, names)}'
         dead = [names[value] for value in dying[node] if value not in lasting]
         lines.append(line + (f";  {' = '.join(dead)} = None" if dead else ""))
-    made = iter(graph.output_node().args[0])
+    returned = iter(graph.output_node().args[0])
     for name, result in zip(results, loop.results, strict=True):
         if result.dim is not None:
-            part = argument_text(next(made), names)
+            part = argument_text(next(returned), names)
             lines.append(f"{indent}{name}.narrow({result.dim}, {start}, {rows}).copy_({part})")
     return lines

@@ -47,7 +47,7 @@ def emit_forward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase], 
     saved symbolic scalars.
     """
     calls = [module for (_, phase), module in sorted(modules.items()) if phase is Phase.FORWARD]
-    saved = _ordered_saved(joint)
+    saved = _sort_saved(joint)
     results = [*joint.forward_outputs, *saved.tensors, *saved.objects, *saved.scalars]
     return _emit("forward", joint, joint.primals, calls, results, joint.num_forward_outputs)
 
@@ -59,8 +59,8 @@ def emit_backward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase],
     per primal. In a pipeline there are also accumulated gradients among the inputs, and further contributions to
     gradients among the results.
     """
-    calls = _backward_order([module for (_, phase), module in modules.items() if phase is not Phase.FORWARD])
-    saved = _ordered_saved(joint)
+    calls = _sort_backward([module for (_, phase), module in modules.items() if phase is not Phase.FORWARD])
+    saved = _sort_saved(joint)
     inputs = [*saved.scalars, *saved.tensors, *saved.objects, *joint.tangents, *joint.sums]
     return _emit("backward", joint, inputs, calls, joint.gradients, len(joint.gradients) - len(joint.parts))
 
@@ -88,22 +88,22 @@ def seen_by_autograd(backward: Program) -> fx.GraphModule:
 _PHASES = (Phase.RECOMPUTE, Phase.BACKWARD, Phase.WEIGHT)
 
 
-def _backward_order(modules: Sequence[StageModule]) -> list[StageModule]:
+def _sort_backward(modules: Sequence[StageModule]) -> list[StageModule]:
     """Stages in topological order, each completely before the next; of several candidates, the last in the model."""
-    of_stage: dict[int, list[StageModule]] = {}
+    by_stage: dict[int, list[StageModule]] = {}
     maker: dict[fx.Node, int] = {}
     for module in modules:
-        of_stage.setdefault(module.stage, []).append(module)
+        by_stage.setdefault(module.stage, []).append(module)
         maker.update(dict.fromkeys(module.outputs, module.stage))
     # The flow of gradients between stages; among stages that may run, the highest number first.
     flow: networkx.DiGraph[int] = networkx.DiGraph()
-    flow.add_nodes_from(of_stage)
+    flow.add_nodes_from(by_stage)
     for module in modules:
         flow.add_edges_from(
             (maker[s], module.stage) for s in module.inputs if maker.get(s, module.stage) != module.stage
         )
     stages = networkx.lexicographical_topological_sort(flow, key=lambda stage: -stage)
-    return [m for stage in stages for m in sorted(of_stage[stage], key=lambda m: _PHASES.index(m.phase))]
+    return [m for stage in stages for m in sorted(by_stage[stage], key=lambda m: _PHASES.index(m.phase))]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class _Saved:
     scalars: list[fx.Node]
 
 
-def _ordered_saved(joint: JointGraph) -> _Saved:
+def _sort_saved(joint: JointGraph) -> _Saved:
     """Saved values by kind; tensors whose version counter autograd checks come first, as AOTAutograd has them."""
     tensors: list[fx.Node] = []
     objects: list[fx.Node] = []
@@ -158,10 +158,10 @@ def _emit(
     root = nn.Module()
     for call in calls:
         root.add_module(call.name, _StageCall(call.module))
-        made = graph.call_module(call.name, ([values[source] for source in call.inputs],))
-        made.meta["val"] = tuple(node.meta.get("val") for node in call.outputs)
+        result = graph.call_module(call.name, ([values[source] for source in call.inputs],))
+        result.meta["val"] = tuple(node.meta.get("val") for node in call.outputs)
         for index, node in enumerate(call.outputs):
-            item = graph.create_node("call_function", operator.getitem, (made, index), name=value_name(joint, node))
+            item = graph.create_node("call_function", operator.getitem, (result, index), name=value_name(joint, node))
             item.meta = dict(node.meta)
             values[node] = item
     graph.output(tuple(values[node] if isinstance(node, fx.Node) else node for node in results))

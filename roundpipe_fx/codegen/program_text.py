@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.codegen.dying_values import dying_values
-from roundpipe_fx.codegen.loop_text import loop_text, loops_of
+from roundpipe_fx.codegen.last_uses import find_last_uses
+from roundpipe_fx.codegen.loop_text import list_loops, loop_text
 from roundpipe_fx.codegen.program import Program
 from roundpipe_fx.codegen.stage_modules import StageModule
 from roundpipe_fx.ir.joint_graph import Mark, module_path
@@ -42,7 +42,7 @@ def stage_text(module: StageModule) -> str:
         lines += [f"        {names[node]},  # {type_text(node.meta.get('val'))}" for node in inputs]
         lines.append("    ) = args")
     lines.append("    args.clear()")
-    dying = dying_values(graph)
+    dying = find_last_uses(graph)
     current = None
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -59,13 +59,13 @@ def stage_text(module: StageModule) -> str:
         lines.append(line)
     results = graph.output_node().args[0]
     lines.append(f"    return {argument_text(results, names)}")
-    loops = [f"{loop_text(loop)}\n\n" for loop in loops_of(graph)]
+    loops = [f"{loop_text(loop)}\n\n" for loop in list_loops(graph)]
     return _header(graph) + "\n\n" + "".join(loops) + "\n".join(lines) + "\n"
 
 
 def _header(graph: fx.Graph) -> str:
     modules: dict[str, set[str]] = {}
-    bodies = [body.graph for loop in loops_of(graph) for body in loop.bodies.values()]
+    bodies = [body.graph for loop in list_loops(graph) for body in loop.bodies.values()]
     for node in itertools.chain(graph.nodes, *(body.nodes for body in bodies)):
         if node.op == "call_function" and is_own(node.target) and not isinstance(node.target, TileLoop):
             modules.setdefault(node.target.__module__, set()).add(node.target.__name__)
@@ -89,10 +89,10 @@ def program_text(program: Program, describe: Callable[[StageModule], str] = lamb
     if inputs:
         lines += ["    (", *(f"        {name}," for name in inputs), "    ) = args"]
     lines.append("    args.clear()")
-    last_use = _last_use(graph)
+    last_use = _find_last_use(graph)
     unused = [node.name for node in graph.nodes if node.op == "placeholder" and node not in last_use]
     if unused:
-        lines += _wrapped("    del (", unused, ")")
+        lines += _wrap_items("    del (", unused, ")")
     record_stream = torch.ops.streams.record_stream.default
     # Neighbouring `record_stream` calls become one line.
     for target, group in itertools.groupby(list(graph.nodes), key=lambda node: node.target):
@@ -104,7 +104,7 @@ def program_text(program: Program, describe: Callable[[StageModule], str] = lamb
             lines += _program_lines(node, calls, last_use, describe)
     returned: Any = graph.output_node().args[0]
     results = [argument_text(value, {node: node.name for node in graph.nodes}) for value in returned]
-    lines += _wrapped("    return (", results, ",)" if len(results) == 1 else ")")
+    lines += _wrap_items("    return (", results, ",)" if len(results) == 1 else ")")
     return "\n".join(lines) + "\n"
 
 
@@ -122,7 +122,7 @@ def _program_lines(
         if not operands:  # an operation on streams
             return [line]
         dying = [operand.name for operand in operands if last_use[operand] is node]
-        return [f"    {node.name} = {line.strip()}", *(_wrapped("    del (", dying, ")") if dying else [])]
+        return [f"    {node.name} = {line.strip()}", *(_wrap_items("    del (", dying, ")") if dying else [])]
     return []
 
 
@@ -130,11 +130,11 @@ def _record_lines(nodes: list[fx.Node]) -> list[str]:
     """Several ``record_stream`` in a row as one call for each stream."""
     lines = []
     for stream, group in itertools.groupby(nodes, key=lambda node: node.args[1]):
-        lines += _wrapped("    streams.record_streams([", [str(node.args[0]) for node in group], f"], {stream})")
+        lines += _wrap_items("    streams.record_streams([", [str(node.args[0]) for node in group], f"], {stream})")
     return lines
 
 
-def _wrapped(opening: str, items: list[str], closing: str) -> list[str]:
+def _wrap_items(opening: str, items: list[str], closing: str) -> list[str]:
     """``opening item, item closing`` on one line if that fits, else in lines of at most 120 columns."""
     line = f"{opening}{', '.join(items)}{closing}"
     if len(line) <= _COLUMNS:
@@ -160,15 +160,15 @@ def _call_lines(
         lines.append(f"    # {comment}")
     arguments: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
     # The list is built, and the names of what dies are deleted, so the callee holds the last references.
-    lines += _wrapped("    call = [", [argument.name for argument in arguments], "]")
+    lines += _wrap_items("    call = [", [argument.name for argument in arguments], "]")
     dying = [argument.name for argument in dict.fromkeys(arguments) if last_use[argument] is node]
     if dying:
-        lines += _wrapped("    del (", dying, ")")
+        lines += _wrap_items("    del (", dying, ")")
     results = [user.name for user in sorted(node.users, key=_item_index)]
-    lines += _wrapped("    [", results, f"] = {node.target}(call)") if results else [f"    {node.target}(call)"]
+    lines += _wrap_items("    [", results, f"] = {node.target}(call)") if results else [f"    {node.target}(call)"]
     unread = [user.name for user in node.users if user not in last_use]
     if unread:
-        lines += _wrapped("    del (", unread, ")")
+        lines += _wrap_items("    del (", unread, ")")
     return lines
 
 
@@ -178,7 +178,7 @@ def _item_index(item: fx.Node) -> int:
     return index
 
 
-def _last_use(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def _find_last_use(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     last_use: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.target is operator.getitem:

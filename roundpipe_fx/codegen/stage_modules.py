@@ -92,7 +92,7 @@ def emit_stage_modules(
     Returns:
         modules by stage and phase; phases in which a stage does nothing are absent.
     """
-    pieces = _pieces(joint)
+    pieces = _group_pieces(joint)
     position = {node: index for index, node in enumerate(joint.graph.nodes)}
     emitted: dict[tuple[int, Phase], StageModule] = {}
     alike: dict[str, fx.GraphModule] = {}
@@ -111,7 +111,7 @@ def emit_stage_modules(
             key = digest, tuple([node.meta.get(Mark.WORKSPACE, 0) for node in nodes])
             module = known.get(key) if known is not None else None
             if module is None:
-                module = _graph_module(joint, f"stage_{stage}_{phase}", nodes, inputs, outputs, rewrite)
+                module = _make_graph_module(joint, f"stage_{stage}_{phase}", nodes, inputs, outputs, rewrite)
             if known is not None:
                 known[key] = module
             alike[digest] = module
@@ -136,7 +136,7 @@ def own_nodes(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule
         by name of the stage module and of its node, the node of the joint graph; nodes that rewriting has added are
         absent.
     """
-    pieces = _pieces(joint)
+    pieces = _group_pieces(joint)
     first: dict[str, list[fx.Node]] = {}
     by_module = {}
     # Modules of equal stages have the names of the first one's nodes: pairs by position.
@@ -148,14 +148,14 @@ def own_nodes(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule
     return by_module
 
 
-def _pieces(joint: JointGraph) -> dict[tuple[int, Phase], list[fx.Node]]:
+def _group_pieces(joint: JointGraph) -> dict[tuple[int, Phase], list[fx.Node]]:
     pieces: dict[tuple[int, Phase], list[fx.Node]] = {}
     for node in joint.computed():
         pieces.setdefault((node.meta[Mark.STAGE], node.meta[Mark.PHASE]), []).append(node)
     return pieces
 
 
-def _graph_module(
+def _make_graph_module(
     joint: JointGraph,
     name: str,
     nodes: Iterable[fx.Node],
@@ -168,10 +168,10 @@ def _graph_module(
     for source in inputs:
         copies[source] = graph.placeholder(value_name(joint, source))
         copies[source].target = copies[source].name  # FX renames it if a node has the same name
-        copies[source].meta = _kept_meta(source)
+        copies[source].meta = _copy_kept_meta(source)
     for node in nodes:
         copies[node] = copy_node(graph, node, copies.__getitem__)
-        copies[node].meta = _kept_meta(node)
+        copies[node].meta = _copy_kept_meta(node)
     graph.output(tuple(copies[node] for node in outputs))
     if rewrite is not None:
         rewrite(graph)
@@ -190,25 +190,27 @@ def moved(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     graph.set_codegen(module.graph._codegen)
     for node in graph.nodes:
         if isinstance(node.target, TileLoop):
-            node.target = node.target.mapped(lambda body: moved(body, device))
+            node.target = node.target.map_bodies(lambda body: moved(body, device))
         # Devices in arguments (of factories) are part of the trace, so they move as well; those on the CPU stay.
         node.args, node.kwargs = tree_map_only(
-            torch.device, lambda original: original if _stays(original, device) else device, (node.args, node.kwargs)
+            torch.device,
+            lambda original: original if _stays_on_host(original, device) else device,
+            (node.args, node.kwargs),
         )
         value = node.meta.get("val")
         if value is not None:
-            node.meta["val"] = tree_map_only(torch.Tensor, lambda tensor: _fake_on(tensor, device), value)
+            node.meta["val"] = tree_map_only(torch.Tensor, lambda tensor: _make_fake_on(tensor, device), value)
     return graph_module(module, graph, module._get_name())
 
 
-def _fake_on(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if _stays(value.device, device):
+def _make_fake_on(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if _stays_on_host(value.device, device):
         return value
     with value.fake_mode:  # type: ignore[attr-defined]
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
-def _stays(original: torch.device, device: torch.device) -> bool:
+def _stays_on_host(original: torch.device, device: torch.device) -> bool:
     return original.type == "cpu" and device.type not in ("cpu", "meta")
 
 
@@ -224,5 +226,5 @@ _KEPT_META = (
 )
 
 
-def _kept_meta(node: fx.Node) -> dict[str, object]:
+def _copy_kept_meta(node: fx.Node) -> dict[str, object]:
     return {key: node.meta[key] for key in _KEPT_META if key in node.meta}

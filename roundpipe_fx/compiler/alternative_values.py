@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from roundpipe_fx.compiler.planned_values import allocating, storage_bytes
+from roundpipe_fx.compiler.planned_values import list_allocating, storage_bytes
 from roundpipe_fx.ir.alternative_plans import AlternativeValue
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor, module_path, saved_values
-from roundpipe_fx.ir.source import line_of
+from roundpipe_fx.ir.source import find_line
 from roundpipe_fx.torch_private import module_path_text
 
 
@@ -28,7 +28,7 @@ def recomputed_nodes(joint: JointGraph) -> dict[str, fx.Node]:
     Args:
         joint: the graph, after all passes.
     """
-    return _index_by_name(allocating(node for node in joint.computed() if Mark.ORIGIN in node.meta))
+    return _index_by_name(list_allocating(node for node in joint.computed() if Mark.ORIGIN in node.meta))
 
 
 def alternative_value(node: fx.Node) -> AlternativeValue:
@@ -40,7 +40,7 @@ def alternative_value(node: fx.Node) -> AlternativeValue:
     return AlternativeValue(
         name=node.meta.get(Mark.ORIGIN, node.name),
         module=module_path(node, module_path_text),
-        line=line_of(node),
+        line=find_line(node),
         bytes=storage_bytes(node),
         seconds=float(node.meta.get(Mark.SECONDS, 0.0)),
     )

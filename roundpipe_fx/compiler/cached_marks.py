@@ -59,8 +59,8 @@ def marks_as_data(
                 return None
             columns[key] = [str(value) if key == Mark.PHASE else value for value in values]
     # The plan may be of the same segments in other stages.
-    of_segment = {segment: c.index for c in cuts for segment in range(c.first, c.last + 1)}
-    columns[Mark.STAGE] = [of_segment[segment] for segment in columns[Mark.SEGMENT]]
+    stage_of = {segment: c.index for c in cuts for segment in range(c.first, c.last + 1)}
+    columns[Mark.STAGE] = [stage_of[segment] for segment in columns[Mark.SEGMENT]]
     return [
         columns,
         [[*dataclasses.astuple(segment)] for segment in segments],

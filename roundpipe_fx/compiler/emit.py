@@ -79,7 +79,7 @@ def emit(
     setting = setting.with_decisions(split=split, sums=sums)
     joint = setting.run(joint, PassLevel.PLANNED)
     operations: dict[tuple[int, Phase], list[fx.Node]] = {}
-    unfilled = UnfilledFractions(full_of(setting))
+    unfilled = UnfilledFractions(find_saturating_size(setting))
     recompute_seconds = 0.0
     # Seconds by stage and phase; nodes with an origin are recomputations.
     for node in joint.computed():
@@ -105,7 +105,7 @@ def emit(
             if setting.sent:
                 byte_seconds = 1 / setting.costs.host
                 copies = schedule_hidden_copies(
-                    values, forward, backward, seconds, byte_seconds, setting.sent, setting.room
+                    values, forward, backward, seconds, byte_seconds, setting.sent, setting.host_limit
                 )
             else:
                 copies = schedule_requested_copies(values, forward, backward)
@@ -116,8 +116,8 @@ def emit(
         overlapped = modules_to_overlap(joint, backward, unfilled) - reading
         _rewrite_program(backward, setting, overlapped)
     _rewrite_program(forward, setting)
-    of_inputs, assumed = input_sizes(joint.module), assumed_sizes(joint.module)
-    symbols = {size.symbol for size in of_inputs}
+    symbolic_inputs, assumed = input_sizes(joint.module), assumed_sizes(joint.module)
+    symbols = {size.symbol for size in symbolic_inputs}
     return Lowered(
         joint=joint,
         setting=setting,
@@ -130,7 +130,7 @@ def emit(
         tangents=tangents,
         sizes={
             f"{joint.label(size.node)}, dimension {size.dim}": size_hint(size.size)
-            for size in of_inputs
+            for size in symbolic_inputs
             if size.symbol in assumed
         },
         assumed={symbol: size for symbol, size in assumed.items() if symbol not in symbols},
@@ -142,7 +142,7 @@ def _rewrite_program(program: Program, setting: Setting, overlapped: Collection[
     run_passes(program.module.graph, setting.passes, PassLevel.PROGRAM, context)
 
 
-def full_of(setting: Setting) -> int:
+def find_saturating_size(setting: Setting) -> int:
     """Elements of a result from which on a kernel fills the device."""
     return roofline_for(setting).full
 

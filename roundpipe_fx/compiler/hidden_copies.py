@@ -29,7 +29,7 @@ class OffloadCandidate:
         value: name of the value in the graph.
         maker: name of the stage module of the forward that computes it.
         readers: names of the stage modules that read it.
-        wanted: whether the user wants it there.
+        requested: whether the user wants it there.
     """
 
     value: str
@@ -37,7 +37,7 @@ class OffloadCandidate:
     bytes: int
     maker: str
     readers: tuple[str, ...]
-    wanted: bool = False
+    requested: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,22 @@ def choose_hidden_copies(
     values: Sequence[OffloadCandidate],
     forward: Sequence[tuple[str, float]],
     backward: Sequence[tuple[str, float]],
-    starts_of_stages: Sequence[int],
+    stage_starts: Sequence[int],
     byte_seconds: float,
-    enough: int,
-    room: int,
+    bytes_wanted: int,
+    host_limit: int,
 ) -> list[ValueOnHost]:
     """The values that leave, those first that are read first.
 
     Args:
         forward: name and seconds of each call.
-        starts_of_stages: for each call of the backward, the number of the first call of its stage.
+        stage_starts: for each call of the backward, the number of the first call of its stage.
         byte_seconds: in which the link carries a byte.
-        enough: bytes; no more values leave once they have so many.
-        room: bytes of pinned memory that they have at most.
+        bytes_wanted: bytes; no more values leave once they have so many.
+        host_limit: bytes of pinned memory that they have at most.
     """
     positions = {name: position for position, (name, _) in enumerate(backward)}
-    offloaded = _choose_offloads(values, forward, positions, byte_seconds, enough, room)
+    offloaded = _choose_offloads(values, forward, positions, byte_seconds, bytes_wanted, host_limit)
     # Backwards in time: each copy back ends when its stage begins, or when the link is needed by a later one.
     begins = [0.0, *accumulate(seconds for _, seconds in backward)]
     link = begins[-1]
@@ -86,7 +86,7 @@ def choose_hidden_copies(
             break  # all others are read earlier still
         # The copy begins during this call, and so before the stage that the call belongs to.
         during = max(position for position in range(leaving.back) if begins[position] <= link)
-        reloaded = starts_of_stages[during]
+        reloaded = stage_starts[during]
         if leaving.freed == len(forward) - 1 and reloaded == 0:
             continue  # it would not be away while anything runs
         copies.append(
@@ -106,8 +106,8 @@ def _choose_offloads(
     forward: Sequence[tuple[str, float]],
     backward: Mapping[str, int],
     byte_seconds: float,
-    enough: int,
-    room: int,
+    bytes_wanted: int,
+    host_limit: int,
 ) -> list[_HiddenOffload]:
     """The values whose copies to the host end before the forward does."""
     calls = {name: position for position, (name, _) in enumerate(forward)}
@@ -116,17 +116,17 @@ def _choose_offloads(
     for value in values:
         by_maker.setdefault(calls[value.maker], []).append(value)
     # Forwards in time: `link` is when the link will be free.
-    link, left, taken = 0.0, 0, 0
+    link, offloaded_bytes, pinned_bytes = 0.0, 0, 0
     offloaded: list[_HiddenOffload] = []
-    for maker, made in sorted(by_maker.items()):
+    for maker, candidates in sorted(by_maker.items()):
         # Values of one call leave together, until enough bytes have left or the host has no room.
         group = []
-        for value in made:
-            fits = left < enough and taken + _pinned_bytes(value.bytes) <= room
+        for value in candidates:
+            fits = offloaded_bytes < bytes_wanted and pinned_bytes + _pinned_bytes(value.bytes) <= host_limit
             if fits and any(reader in backward for reader in value.readers):
                 group.append(value)
-                left += value.bytes
-                taken += _pinned_bytes(value.bytes)
+                offloaded_bytes += value.bytes
+                pinned_bytes += _pinned_bytes(value.bytes)
         # Copies of one call's results follow each other in any order.
         link = max(link, ends[maker]) + sum(value.bytes for value in group) * byte_seconds
         # The call during which the copies end: there the memory is freed.

@@ -180,10 +180,12 @@ def follow_programs(
 def without_donation(follow: Follow) -> Follow:
     """Wrap a follower so that stages overwrite no input."""
 
-    def followed(call: StageModule, storages: Sequence[Sequence[int]], dying: Collection[int]) -> FollowedModule | None:
+    def follow_call(
+        call: StageModule, storages: Sequence[Sequence[int]], dying: Collection[int]
+    ) -> FollowedModule | None:
         return follow(call, storages, ())
 
-    return followed
+    return follow_call
 
 
 def find_trained_inputs(joint: JointGraph) -> list[int]:

@@ -17,7 +17,7 @@ from roundpipe_fx.analysis.tiling import TileRegion
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, saved_values, tensor_values
 from roundpipe_fx.ir.options import Inductor
-from roundpipe_fx.ir.recompute_marks import budget_of_region
+from roundpipe_fx.ir.recompute_marks import read_region_budget
 from roundpipe_fx.ir.segment import backward_stages
 from roundpipe_fx.passes.cse import common_subexpressions
 from roundpipe_fx.passes.entry import PassLevel
@@ -106,7 +106,7 @@ def without_common_subexpressions(joint: JointGraph, setting: Setting) -> JointG
     ``None`` if hardly any values are equal, or parts of the model have budgets of their own or are not kept.
     """
     forward = joint.in_phase(Phase.FORWARD)
-    if any(budget_of_region(node) is not None or Mark.MUST_RECOMPUTE in node.meta for node in forward):
+    if any(read_region_budget(node) is not None or Mark.MUST_RECOMPUTE in node.meta for node in forward):
         return None
     # What merging equal values would free, against all that is saved: only a share that matters is worth a second
     # graph.

@@ -31,7 +31,7 @@ from roundpipe_fx.analysis.cost import CostModel
 from roundpipe_fx.analysis.data_files import cache_folder, drop_oldest, is_on, read_data, versions, write_data
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.compiler.plan_key import NotPlainError, describe_device, describe_graph
-from roundpipe_fx.compiler.run_passes import disabled_passes
+from roundpipe_fx.compiler.run_passes import read_disabled_passes
 from roundpipe_fx.ir.joint_graph import JointGraph
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class CachedPlan:
         peak: simulated, of the emitted programs.
         frontier: (peak bytes, modelled seconds of recomputation) of all candidates, highest peak first.
         sent: bytes of values that leave for the host, if their copies are hidden; the last of them may exceed it.
-        room: bytes that all these values have at most.
+        host_limit: bytes that all these values have at most.
         shared: whether the schedule is for the graph after common subexpressions were eliminated.
         dropped: numbers of outputs that the caller is assumed to drop before the backward begins.
         unread: numbers of outputs that the caller is assumed not to read either.
@@ -63,7 +63,7 @@ class CachedPlan:
     peak: int
     frontier: tuple[tuple[int, float], ...]
     sent: int
-    room: int
+    host_limit: int
     shared: bool
     dropped: tuple[int, ...]
     unread: tuple[int, ...]
@@ -101,7 +101,7 @@ class PlanFile:
                 peak=_number(data["peak"]),
                 frontier=tuple((_number(size), _seconds(seconds)) for size, seconds in data["frontier"]),
                 sent=_number(data["sent"]),
-                room=_number(data["room"]),
+                host_limit=_number(data["room"]),
                 shared=data["shared"] is True,
                 dropped=tuple(map(_number, data["dropped"])),
                 unread=tuple(map(_number, data["unread"])),
@@ -129,7 +129,7 @@ class PlanFile:
             "peak": plan.peak,
             "frontier": plan.frontier,
             "sent": plan.sent,
-            "room": plan.room,
+            "room": plan.host_limit,
             "shared": plan.shared,
             "dropped": plan.dropped,
             "unread": plan.unread,
@@ -168,7 +168,7 @@ def plan_file(
         ``None`` if the cache is switched off (``ROUNDPIPE_FX_PLAN_CACHE=0``), or if plain values do not determine what
         the graph computes, and how.
     """
-    if not is_on() or os.environ.get("ROUNDPIPE_FX_DUMP") or disabled_passes():
+    if not is_on() or os.environ.get("ROUNDPIPE_FX_DUMP") or read_disabled_passes():
         return None
     try:
         lines = [*describe_graph(joint), *describe_device(device), repr(costs), repr(options)]

@@ -20,7 +20,7 @@ from roundpipe_fx.ir.joint_graph import (
     module_path,
     tensor_values,
 )
-from roundpipe_fx.ir.source import line_of
+from roundpipe_fx.ir.source import find_line
 from roundpipe_fx.ir.text import type_text
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.torch_private import module_path_text, size_hint
@@ -48,7 +48,7 @@ def planned_values(costs: ValueCosts, nodes: Iterable[fx.Node]) -> tuple[Planned
                 seconds=costs.seconds(node),
                 times=costs.times[name],
                 recompute_seconds=costs.recompute_seconds(node),
-                line=line_of(node),
+                line=find_line(node),
             ),
         )
     return tuple(values.values())
@@ -61,10 +61,10 @@ def planned_tiles(joint: JointGraph) -> tuple[PlannedTiles, ...]:
         joint: a graph with costs.
     """
     loops = [(node, node.target) for node in joint.computed() if isinstance(node.target, TileLoop)]
-    return tuple(_planned_loop(node, loop) for node, loop in loops)
+    return tuple(_describe_loop(node, loop) for node, loop in loops)
 
 
-def _planned_loop(node: fx.Node, loop: TileLoop) -> PlannedTiles:
+def _describe_loop(node: fx.Node, loop: TileLoop) -> PlannedTiles:
     widest = loop.widest
     return PlannedTiles(
         name=widest.name,
@@ -74,7 +74,7 @@ def _planned_loop(node: fx.Node, loop: TileLoop) -> PlannedTiles:
         rows=loop.rows,
         tiles=loop.tiles,
         seconds=node.meta[Mark.SECONDS],
-        line=line_of(node),
+        line=find_line(node),
         loop=node.name,
     )
 
@@ -90,7 +90,7 @@ def hoist_reason(node: fx.Node) -> str:
     return ""
 
 
-def allocating(recomputed: Iterable[fx.Node]) -> list[fx.Node]:
+def list_allocating(recomputed: Iterable[fx.Node]) -> list[fx.Node]:
     """Of recomputed nodes those that a plan lists: views, which cost nothing, are left out."""
     return [node for node in recomputed if node.meta.get(Mark.BYTES) or Mark.REPLAYED in node.meta]
 

@@ -38,7 +38,7 @@ class InvalidPassesError(PassedThrough, ValueError):
     """The list that ``passes=`` made cannot be run. Raised before anything runs."""
 
 
-def edited_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[Pass, ...]:
+def edit_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[Pass, ...]:
     """The passes to run, without those that ``ROUNDPIPE_FX_DISABLE`` names.
 
     Args:
@@ -48,7 +48,7 @@ def edited_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[
         InvalidPassesError: it did not return a list of passes, a pass is missing or comes after one that needs it, or
             passes are not in the order of their levels; the environment names a pass that is not in the list.
     """
-    if edit is None and not disabled_passes():
+    if edit is None and not read_disabled_passes():
         return tuple(default_passes())
     edited = default_passes() if edit is None else edit(default_passes())
     if not isinstance(edited, (list, tuple)) or not all(isinstance(item, Pass) for item in edited):
@@ -84,14 +84,14 @@ def edited_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[
     return tuple(edited)
 
 
-def disabled_passes() -> tuple[str, ...]:
+def read_disabled_passes() -> tuple[str, ...]:
     """Names in ``ROUNDPIPE_FX_DISABLE``, which commas separate."""
     return tuple(filter(None, map(str.strip, os.environ.get("ROUNDPIPE_FX_DISABLE", "").split(","))))
 
 
 def _without_disabled(passes: Sequence[Pass]) -> list[Pass]:
     names = [item.name for item in passes]
-    for name in disabled_passes():
+    for name in read_disabled_passes():
         if name not in names:
             close = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
             hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
@@ -101,7 +101,7 @@ def _without_disabled(passes: Sequence[Pass]) -> list[Pass]:
                 f"ROUNDPIPE_FX_DISABLE: no pass is named {name!r}.{hint} Default passes, which keep the bits of "
                 f"results: {default}. Passes that change numerics: {rounding}."
             )
-    return [item for item in passes if item.name not in disabled_passes()]
+    return [item for item in passes if item.name not in read_disabled_passes()]
 
 
 def run_passes(
@@ -125,12 +125,14 @@ def run_passes(
             continue
         before = snapshot(graph) if verifies and isinstance(graph, JointGraph) else None
         began = time.perf_counter()
-        made = item.run(graph, context)
+        result = item.run(graph, context)
         log.debug("%s: %.3f ms", item.name, (time.perf_counter() - began) * 1e3)
-        if not (isinstance(made, JointGraph) if isinstance(graph, JointGraph) else made is graph):
-            wanted = "a JointGraph" if isinstance(graph, JointGraph) else "the torch.fx.Graph that it got"
-            raise InvalidPassesError(f"pass {item.name!r} must return {wanted}, and returned {type(made).__name__}.")
-        graph = made
+        if not (isinstance(result, JointGraph) if isinstance(graph, JointGraph) else result is graph):
+            expected = "a JointGraph" if isinstance(graph, JointGraph) else "the torch.fx.Graph that it got"
+            raise InvalidPassesError(
+                f"pass {item.name!r} must return {expected}, and returned {type(result).__name__}."
+            )
+        graph = result
         if verifies:
             # Only passes that are known have their marks checked; a user's may write any.
             if before is not None and isinstance(graph, JointGraph):
@@ -145,7 +147,7 @@ def run_passes(
 _NAMES = frozenset(item.name for item in default_passes())
 
 
-def dump_folder(captured: JointGraph) -> Path | None:
+def make_dump_folder(captured: JointGraph) -> Path | None:
     """A new folder for the dumps of one graph, in the one that ``ROUNDPIPE_FX_DUMP`` names; ``None`` without it.
 
     Args:

@@ -59,13 +59,13 @@ def schedule_from_data(data: Any, joint: JointGraph) -> RematSchedule:
         return op
 
     blocks, saved = data
-    made = []
+    remat_blocks = []
     for segment, stage, items in blocks:
         if segment not in segments or stage not in stages:
             raise ValueError(f"the graph has no segment {segment!r} in a stage {stage!r}")
-        made.append(RematBlock(segment, stage, tuple(map(operation, items))))
-    _check_backward(made, joint)
-    return RematSchedule(tuple(made), frozenset(map(node, saved)))
+        remat_blocks.append(RematBlock(segment, stage, tuple(map(operation, items))))
+    _check_backward(remat_blocks, joint)
+    return RematSchedule(tuple(remat_blocks), frozenset(map(node, saved)))
 
 
 def _check_backward(blocks: Sequence[RematBlock], joint: JointGraph) -> None:

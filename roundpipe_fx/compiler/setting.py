@@ -30,7 +30,7 @@ class Setting:
         step: what the step holds besides this call, if it makes several.
         sent: bytes of values that leave for the host though the user has not asked for it, if their copies are hidden;
             the last of them may exceed it.
-        room: bytes that all these values have at most.
+        host_limit: bytes that all these values have at most.
         read_in_tiles: gives what plans in tiles reach if the caller drops some outputs; ``None``: there are none.
         histories: blocks that the device's allocator has now, by which the plan is judged too.
     """
@@ -41,7 +41,7 @@ class Setting:
     beyond_plan: int = 0
     step: StepNeeds | None = None
     sent: int = 0
-    room: int = 0
+    host_limit: int = 0
     read_in_tiles: Callable[[frozenset[int]], PlansInTiles] | None = None
     histories: Sequence[History] = ()
 

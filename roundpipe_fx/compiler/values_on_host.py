@@ -72,7 +72,7 @@ def find_offload_candidates(
                     bytes=value.bytes,
                     maker=value.maker,
                     readers=value.readers,
-                    wanted=is_requested_on_host(node),
+                    requested=is_requested_on_host(node),
                 )
             )
     return values
@@ -82,7 +82,9 @@ def schedule_requested_copies(
     values: Sequence[OffloadCandidate], forward: Program, backward: Program
 ) -> list[ValueOnHost]:
     """Values that the user wants on the host, and when they are copied."""
-    return [copy for value in values if value.wanted for copy in _schedule_copies(value, forward.calls, backward.calls)]
+    return [
+        copy for value in values if value.requested for copy in _schedule_copies(value, forward.calls, backward.calls)
+    ]
 
 
 def schedule_hidden_copies(
@@ -91,36 +93,43 @@ def schedule_hidden_copies(
     backward: Program,
     seconds: Seconds,
     byte_seconds: float,
-    enough: int,
-    room: int,
+    bytes_wanted: int,
+    host_limit: int,
 ) -> list[ValueOnHost]:
     """Choose values to offload whose copies are hidden; the user has not marked these.
 
     Args:
         seconds: modelled, by stage and phase.
         byte_seconds: in which the link carries a byte.
-        enough: bytes; no more values leave once they have so many.
-        room: bytes that they have at most.
+        bytes_wanted: bytes; no more values leave once they have so many.
+        host_limit: bytes that they have at most.
     """
 
-    def timed(program: Program) -> list[tuple[str, float]]:
+    def list_call_seconds(program: Program) -> list[tuple[str, float]]:
         return [(call.name, seconds[call.stage, call.phase]) for call in program.calls]
 
     starts = [_first_of_stage(backward.calls, position) for position in range(len(backward.calls))]
     values = [value for value in values if value.bytes >= _SMALLEST]
-    return choose_hidden_copies(values, timed(forward), timed(backward), starts, byte_seconds, enough, room)
+    return choose_hidden_copies(
+        values, list_call_seconds(forward), list_call_seconds(backward), starts, byte_seconds, bytes_wanted, host_limit
+    )
 
 
 def _schedule_copies(
     value: OffloadCandidate, forward: Sequence[StageModule], backward: Sequence[StageModule]
 ) -> list[ValueOnHost]:
     """The copy of a value that the user wants on the host; none if nothing would run while it is there."""
-    there = {call.name: position for position, call in enumerate(forward)}
-    back = {call.name: position for position, call in enumerate(backward)}
+    forward_positions = {call.name: position for position, call in enumerate(forward)}
+    backward_positions = {call.name: position for position, call in enumerate(backward)}
     # Its memory is freed after the last call of the forward that reads it, and one call after its maker at the
     # earliest: the copy travels meanwhile.
-    freed = max([there[value.maker] + 1, *(there[reader] for reader in value.readers if reader in there)])
-    readers = [back[reader] for reader in value.readers if reader in back]
+    freed = max(
+        [
+            forward_positions[value.maker] + 1,
+            *(forward_positions[reader] for reader in value.readers if reader in forward_positions),
+        ]
+    )
+    readers = [backward_positions[reader] for reader in value.readers if reader in backward_positions]
     if not readers or freed >= len(forward):
         return []
     first = _first_of_stage(backward, min(readers))
@@ -165,8 +174,8 @@ def _keeps_strides(value: torch.Tensor) -> bool:
         return False
     # The operators copy with ``empty_like``, which makes dense strides: a value with gaps would come back with others.
     if all(type(size) is int for size in (*value.shape, *value.stride())):
-        alike = torch.empty_strided(value.shape, value.stride(), device="meta")
-        return torch.empty_like(alike).stride() == alike.stride()
+        copied = torch.empty_strided(value.shape, value.stride(), device="meta")
+        return torch.empty_like(copied).stride() == copied.stride()
     return row_major(value)
 
 
@@ -186,7 +195,9 @@ def may_be_on_host(node: fx.Node, device: str) -> bool:
         return False
     if value.dim() == 0:
         return False
-    if any(Mark.MUST_SAVE in source.meta for source in (node, _computed(node))) and not is_requested_on_host(node):
+    if any(Mark.MUST_SAVE in source.meta for source in (node, _find_operation(node))) and not is_requested_on_host(
+        node
+    ):
         return False
     sized = all(data_dependent_symbol(size) is None for size in (*value.shape, *value.stride()))
     return sized and not value.dtype.is_complex and not value.is_neg()
@@ -195,9 +206,9 @@ def may_be_on_host(node: fx.Node, device: str) -> bool:
 def is_requested_on_host(node: fx.Node) -> bool:
     """Return whether the user wants a value on the host, what it is a view of, or the operation that computes it."""
     base = viewed(node)
-    return Mark.ON_HOST in base.meta or Mark.ON_HOST in _computed(base).meta
+    return Mark.ON_HOST in base.meta or Mark.ON_HOST in _find_operation(base).meta
 
 
-def _computed(node: fx.Node) -> fx.Node:
+def _find_operation(node: fx.Node) -> fx.Node:
     """The operation of which a node is one of several results; else the node."""
     return node.all_input_nodes[0] if node.target is operator.getitem else node

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.ir.source import line_of
+from roundpipe_fx.ir.source import find_line
 from roundpipe_fx.torch_private import tree_leaves
 
 _PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
@@ -41,7 +41,7 @@ def full_precision_product(joint: fx.GraphModule, autocast: Collection[str]) -> 
 
 def warn_under_autocast(run: Callable[..., Any], product: fx.Node) -> Callable[..., Any]:
     """Let a compiled graph warn, once, if its backward is called under autocast."""
-    device, line = product.meta["val"].device.type, line_of(product)
+    device, line = product.meta["val"].device.type, find_line(product)
     is_warned = False
 
     def warn(_gradients: Any) -> None:

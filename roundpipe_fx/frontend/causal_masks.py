@@ -44,7 +44,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from roundpipe_fx.frontend.index_forms import Affine, Choice, IndexForm, index_form, pure_operation, run_on_host
 from roundpipe_fx.frontend.shared_masks import SharedMasks, write_shared_mask
-from roundpipe_fx.ir.source import source_of
+from roundpipe_fx.ir.source import find_source
 from roundpipe_fx.torch_private import checkpoint_body, without_modes
 
 _Kind = Literal["causal", "nothing masked"]
@@ -285,7 +285,7 @@ def _is_grouped_eagerly(call: fx.Node, key: fx.Node, value: fx.Node, sources: It
     """Tell if Hugging Face, without a mask, makes this call of attention without copies of heads."""
     transformers = sys.modules.get("transformers.integrations.sdpa_attention")
     rule = getattr(transformers, "use_gqa_in_sdpa", None)
-    if rule is None or os.path.join("transformers", "integrations", "sdpa_attention.py") not in source_of(call):
+    if rule is None or os.path.join("transformers", "integrations", "sdpa_attention.py") not in find_source(call):
         return False
     examples = {"attention_mask": None, "key": key.meta["example_value"], "value": value.meta["example_value"]}
     names = inspect.signature(rule).parameters

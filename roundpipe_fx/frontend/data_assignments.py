@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.ir.source import source_of
+from roundpipe_fx.ir.source import find_source
 from roundpipe_fx.torch_private import PassedThrough, unseen_by_autograd
 
 
@@ -32,7 +32,7 @@ def copy_assigned_data(module: fx.GraphModule) -> None:
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     assignments = [node for node in calls if node.target in _ASSIGNMENTS]
     for node in assignments:
-        source = source_of(node)
+        source = find_source(node)
         if len(node.args) != 2 or node.kwargs or not _is_new(node):
             raise _refused("whose memory something else reads or writes", source)
         node.target, node.args = _ASSIGNMENTS[node.target], (*node.args, source)

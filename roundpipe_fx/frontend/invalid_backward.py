@@ -19,7 +19,7 @@ from torch import fx
 
 from roundpipe_fx.ir.bodies import draws_inside
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.ir.source import line_of
+from roundpipe_fx.ir.source import find_line
 from roundpipe_fx.torch_private import PassedThrough
 
 _ERRORS = (
@@ -73,9 +73,9 @@ def eager_graph(module: fx.GraphModule) -> Callable[..., Any]:
 
 def warn_of_redrawn_numbers(joint: JointGraph) -> None:
     """Warn of operators that draw random numbers in the backward, where they differentiate a body."""
-    dependent = joint.dependent_on_tangents()
+    dependent = joint.find_tangent_dependents()
     redrawing = [node for node in joint.computed() if node in dependent and draws_inside(node, joint.module)]
-    lines = {line_of(node): str(node.target) for node in redrawing}
+    lines = {find_line(node): str(node.target) for node in redrawing}
     for line, operator in lines.items():
         where = f" at {line}" if line else ""
         warnings.warn(

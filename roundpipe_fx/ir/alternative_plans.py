@@ -87,7 +87,7 @@ class PlansInTiles:
     anywhere: bool
 
 
-def joined(parts: Sequence[Alternatives], is_shown: Callable[[Alternative], bool]) -> Alternatives:
+def merge_frontiers(parts: Sequence[Alternatives], is_shown: Callable[[Alternative], bool]) -> Alternatives:
     """Some plans of several frontiers as those of one, highest peak first.
 
     Args:
@@ -97,9 +97,9 @@ def joined(parts: Sequence[Alternatives], is_shown: Callable[[Alternative], bool
     values: dict[str, AlternativeValue] = {}
     numbers: dict[str, int] = {}
     plans: list[tuple[Alternative, bool]] = []
-    known: set[tuple[int, float]] = set()
+    points: set[tuple[int, float]] = set()
 
-    def renumbered(part: Alternatives, indices: Iterable[int]) -> tuple[int, ...]:
+    def renumber(part: Alternatives, indices: Iterable[int]) -> tuple[int, ...]:
         values_of_part = [part.values[index] for index in indices]
         for value in values_of_part:
             values.setdefault(value.name, value)
@@ -108,9 +108,9 @@ def joined(parts: Sequence[Alternatives], is_shown: Callable[[Alternative], bool
     for position, part in enumerate(parts):
         for index, plan in enumerate(part.plans):
             is_own, point = not position and index == part.chosen, (plan.bytes, plan.seconds)
-            if is_own or (is_shown(plan) and point not in known):
-                known.add(point)
-                saved, recomputed = renumbered(part, plan.saved), renumbered(part, plan.recomputed)
+            if is_own or (is_shown(plan) and point not in points):
+                points.add(point)
+                saved, recomputed = renumber(part, plan.saved), renumber(part, plan.recomputed)
                 plans.append((dataclasses.replace(plan, saved=saved, recomputed=recomputed), is_own))
     plans.sort(key=lambda item: (-item[0].bytes, item[0].seconds))
     chosen = next((index for index, (_, is_own) in enumerate(plans) if is_own), None)

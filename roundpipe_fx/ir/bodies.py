@@ -18,7 +18,7 @@ def is_body(node: fx.Node) -> bool:
     return node.op == "get_attr" and "val" not in node.meta
 
 
-def bodies_of(node: fx.Node, module: nn.Module) -> list[fx.GraphModule]:
+def list_bodies(node: fx.Node, module: nn.Module) -> list[fx.GraphModule]:
     """The bodies of a higher-order operator, and those of operators inside of them; none of other nodes.
 
     Args:
@@ -28,14 +28,14 @@ def bodies_of(node: fx.Node, module: nn.Module) -> list[fx.GraphModule]:
         return []
     called = [attrgetter(str(source.target))(module) for source in input_nodes(node) if is_body(source)]
     bodies = [body for body in called if isinstance(body, fx.GraphModule)]
-    return [*bodies, *(inner for body in bodies for nested in body.graph.nodes for inner in bodies_of(nested, body))]
+    return [*bodies, *(inner for body in bodies for nested in body.graph.nodes for inner in list_bodies(nested, body))]
 
 
 def draws_inside(node: fx.Node, module: nn.Module) -> bool:
-    """Return whether a body of a higher-order operator draws random numbers. Arguments as for :func:`bodies_of`."""
-    return any(is_seeded(inner) for body in bodies_of(node, module) for inner in body.graph.nodes)
+    """Return whether a body of a higher-order operator draws random numbers. Arguments as for :func:`list_bodies`."""
+    return any(is_seeded(inner) for body in list_bodies(node, module) for inner in body.graph.nodes)
 
 
 def draws(node: fx.Node, module: nn.Module) -> bool:
-    """Return whether a node draws random numbers, itself or in a body. Arguments as for :func:`bodies_of`."""
+    """Return whether a node draws random numbers, itself or in a body. Arguments as for :func:`list_bodies`."""
     return is_seeded(node) or draws_inside(node, module)

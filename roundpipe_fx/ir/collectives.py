@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.ir.joint_graph import JointGraph, input_nodes, tensor_values
-from roundpipe_fx.ir.source import source_of
+from roundpipe_fx.ir.source import find_source
 from roundpipe_fx.torch_private import PassedThrough, group_ranks, is_opaque, size_hint
 
 _NAMESPACES = frozenset(
@@ -122,7 +122,7 @@ def refuse_distributed(joint: JointGraph, workers: int) -> None:
         raise DistributedTensorError(
             f"a pipeline of several devices cannot run {collective.target}: its devices run at the same time, so "
             "processes would communicate in different orders and wait for each other for ever. Give one device to "
-            f"each process of the group.\n{source_of(collective)}"
+            f"each process of the group.\n{find_source(collective)}"
         )
 
 
@@ -142,5 +142,5 @@ def refuse_other_groups(joint: JointGraph, ranks: int) -> None:
             raise DistributedTensorError(
                 f"{node.target} communicates over {group_size} ranks, and a stage is planned for {ranks} devices: of a "
                 "mesh only the dimension of tensor parallelism may communicate within the model. What replicas share "
-                f"out is said by mesh_shape= and shard= instead.\n{source_of(node)}"
+                f"out is said by mesh_shape= and shard= instead.\n{find_source(node)}"
             )

@@ -471,8 +471,8 @@ def tiles_text(tiles: Sequence[PlannedTiles]) -> str:
     parts = []
     for (kind, count), same in list(alike.items())[:_REGIONS]:
         modules = list(dict.fromkeys(planned.module or "the model" for planned in same))
-        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
-        parts.append(f"{modules[0]}{more} ({kind}, {bytes_text(same[0].bytes)}) in {count} tiles")
+        suffix = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+        parts.append(f"{modules[0]}{suffix} ({kind}, {bytes_text(same[0].bytes)}) in {count} tiles")
     if len(alike) > _REGIONS:
         parts.append(f"… {len(alike) - _REGIONS} more")
     return "; ".join(parts)

@@ -27,17 +27,17 @@ def insert_call(before: fx.Node, target: Any, *args: Any, value: Any = None, **k
         value: the fake value, if it is known.
     """
     with before.graph.inserting_before(before):
-        made = before.graph.call_function(target, args, kwargs)
-    inherit_origin(made, before)
+        call = before.graph.call_function(target, args, kwargs)
+    inherit_origin(call, before)
     if value is not None:
-        made.meta["val"] = value
-        return made
-    around = (before, *before.all_input_nodes, *made.all_input_nodes)  # any may be a size, or have no operands
+        call.meta["val"] = value
+        return call
+    around = (before, *before.all_input_nodes, *call.all_input_nodes)  # any may be a size, or have no operands
     values = next(tensor_values(node) for node in around if tensor_values(node))
     fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
     with values[0].fake_mode:  # type: ignore[attr-defined]
-        made.meta["val"] = target(*fake_args, **fake_kwargs)
-    return made
+        call.meta["val"] = target(*fake_args, **fake_kwargs)
+    return call
 
 
 def replace_by(node: fx.Node, by: fx.Node) -> None:
@@ -47,20 +47,20 @@ def replace_by(node: fx.Node, by: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def substitute_node(node: fx.Node, one: fx.Node) -> None:
+def substitute_node(node: fx.Node, replacement: fx.Node) -> None:
     """Replace a node by one with an equal value in another storage, and update the fake values of its views."""
-    values: dict[fx.Node, Any] = {node: one.meta["val"]}
+    values: dict[fx.Node, Any] = {node: replacement.meta["val"]}
     for view in list(views_of(node)):
         args, kwargs = fx.node.map_arg(
             (view.args, view.kwargs),
             lambda source: values.get(source, source.meta.get("val")),
         )
-        with tensor_values(one)[0].fake_mode:  # type: ignore[attr-defined]
+        with tensor_values(replacement)[0].fake_mode:  # type: ignore[attr-defined]
             values[view] = view.target(*args, **kwargs)  # type: ignore[operator]
     for view, value in values.items():
         if view is not node:
             view.meta["val"] = value
-    node.replace_all_uses_with(one)
+    node.replace_all_uses_with(replacement)
 
 
 def views_of(node: fx.Node) -> Iterator[fx.Node]:

@@ -305,7 +305,7 @@ class JointGraph:
         """
         return [node for node in self.computed() if node.meta.get(Mark.PHASE) is phase]
 
-    def dependent_on_tangents(self) -> set[fx.Node]:
+    def find_tangent_dependents(self) -> set[fx.Node]:
         """Nodes that depend on incoming gradients.
 
         Returns:
@@ -538,7 +538,7 @@ def saved_values(joint: JointGraph) -> list[fx.Node]:
     ]
 
 
-def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> fx.Node:
+def copy_node(graph: fx.Graph, node: fx.Node, find_copy: Callable[[fx.Node], Any]) -> fx.Node:
     """A copy of a node at the graph's insertion point, as ``graph.node_copy(node, of)`` makes it.
 
     ``create_node`` looks through all arguments for raw symbolic numbers, to warn of them; that takes as long as making
@@ -547,12 +547,12 @@ def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> f
     Args:
         graph: where the copy is made.
         node: it may be of another graph.
-        of: the copy of a node that is read.
+        find_copy: the copy of a node that is read.
     """
-    made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    copied = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
     if node.args:
-        made.args = fx.node.map_arg(node.args, of)
+        copied.args = fx.node.map_arg(node.args, find_copy)
     if node.kwargs:
-        made.kwargs = fx.node.map_arg(node.kwargs, of)
-    made.meta = copy.copy(node.meta)
-    return made
+        copied.kwargs = fx.node.map_arg(node.kwargs, find_copy)
+    copied.meta = copy.copy(node.meta)
+    return copied

@@ -144,9 +144,9 @@ class Options:
                 )
         checked = dict(options)
         if "stages" in checked:
-            checked["stages"] = _stages(checked["stages"])
+            checked["stages"] = _parse_stages(checked["stages"])
         if checked.get("recompute") is not None and checked["recompute"] not in _RECOMPUTE:
-            raise ValueError(f"recompute={checked['recompute']!r}: valid values are {_quoted(_RECOMPUTE)}.")
+            raise ValueError(f"recompute={checked['recompute']!r}: valid values are {_quote(_RECOMPUTE)}.")
         checked["memory_budget"] = parse_budget(checked.get("memory_budget"))
         if checked["memory_budget"] is not None and checked.get("recompute") is not None:
             raise ValueError(
@@ -155,23 +155,23 @@ class Options:
             )
         if checked.get("tiling") is not None and checked["tiling"] not in _TILING:
             raise ValueError(
-                f"tiling={checked['tiling']!r}: valid values are {_quoted(_TILING)}, or None: tiles where a budget in "
+                f"tiling={checked['tiling']!r}: valid values are {_quote(_TILING)}, or None: tiles where a budget in "
                 "bytes cannot be met otherwise."
             )
         if checked.get("tiling") == "auto" and checked.get("recompute") is not None:
             raise ValueError("tiling='auto' needs a budget to decide by: give memory_budget= instead of recompute=.")
         checked["host_budget"] = parse_host_budget(checked.get("host_budget"))
         if checked.get("cost", "roofline") not in _COSTS:
-            raise ValueError(f"cost={checked['cost']!r}: valid values are {_quoted(_COSTS)}.")
+            raise ValueError(f"cost={checked['cost']!r}: valid values are {_quote(_COSTS)}.")
         if checked.get("outputs", "auto") not in _OUTPUTS:
-            raise ValueError(f"outputs={checked['outputs']!r}: valid values are {_quoted(_OUTPUTS)}.")
+            raise ValueError(f"outputs={checked['outputs']!r}: valid values are {_quote(_OUTPUTS)}.")
         compiler = checked.get("stage_compiler")
         if compiler is not None and not callable(compiler) and compiler not in _STAGE_COMPILERS:
             raise ValueError(
-                f"stage_compiler={compiler!r}: valid values are {_quoted(_STAGE_COMPILERS)}, a callable "
+                f"stage_compiler={compiler!r}: valid values are {_quote(_STAGE_COMPILERS)}, a callable "
                 "(GraphModule, example_inputs) -> callable, or None."
             )
-        checked["inductor_options"] = _inductor_options(checked.get("inductor_options"), compiler)
+        checked["inductor_options"] = _parse_inductor_options(checked.get("inductor_options"), compiler)
         if checked.get("passes") is not None and not callable(checked["passes"]):
             raise TypeError(
                 "passes must be a function that gets the list of passes and returns the one to run, not "
@@ -180,7 +180,7 @@ class Options:
         return cls(**checked)
 
 
-def _inductor_options(options: Any, compiler: Any) -> tuple[tuple[str, Any], ...]:
+def _parse_inductor_options(options: Any, compiler: Any) -> tuple[tuple[str, Any], ...]:
     if not options:
         return ()
     if not isinstance(options, Mapping):
@@ -223,7 +223,7 @@ def check_names(function: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
-def _stages(stages: Any) -> int | str | tuple[str, ...]:
+def _parse_stages(stages: Any) -> int | str | tuple[str, ...]:
     if isinstance(stages, str):
         if stages != "auto":
             raise ValueError(f"stages={stages!r}: valid values are a positive int, 'auto', or a list of module names.")
@@ -241,5 +241,5 @@ def _stages(stages: Any) -> int | str | tuple[str, ...]:
     )
 
 
-def _quoted(values: Sequence[str]) -> str:
+def _quote(values: Sequence[str]) -> str:
     return ", ".join(repr(value) for value in values)

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.budget import parse_budget
-from roundpipe_fx.ir.source import source_of
+from roundpipe_fx.ir.source import find_source
 from roundpipe_fx.torch_private import (
     PassedThrough,
     checkpoint_body,
@@ -110,7 +110,7 @@ def _mark(module: fx.GraphModule, inside: tuple[tuple[int, bool, bool], ...], nu
             if layer in saves:
                 raise RecomputeDataError(
                     f"save_for_recompute was called a second time in one forward of layer {_layer(node)}. Save "
-                    f"everything in one call: save_for_recompute(a, b).\n{source_of(node)}"
+                    f"everything in one call: save_for_recompute(a, b).\n{find_source(node)}"
                 )
             saves.add(layer)
 
@@ -122,7 +122,7 @@ def _check_saved(node: fx.Node) -> None:
             raise RecomputeDataError(
                 f"save_for_recompute in layer {_layer(node)}: {source.name} of shape {tuple(value.shape)} requires "
                 "grad. What is saved is not differentiated through; save tensor.detach(), or let it be recomputed."
-                f"\n{source_of(node)}"
+                f"\n{find_source(node)}"
             )
 
 
@@ -135,7 +135,7 @@ def _layer(node: fx.Node) -> str:
     return f"{module_path_text(path) or 'the model'} ({name.rpartition('.')[2]})"
 
 
-def checkpoints_of(node: fx.Node) -> tuple[int, ...]:
+def read_checkpoints(node: fx.Node) -> tuple[int, ...]:
     """Numbers of the checkpoints that contain a node, outermost first."""
     return tuple(number for number, *_ in (node.meta.get("custom") or {}).get(_CHECKPOINTS, ()))
 
@@ -155,9 +155,9 @@ def is_in_scope(node: fx.Node) -> bool:
     return _SCOPE in (node.meta.get("custom") or {})
 
 
-def policy_of(node: fx.Node) -> torch.utils.checkpoint.CheckpointPolicy | None:
+def read_policy(node: fx.Node) -> torch.utils.checkpoint.CheckpointPolicy | None:
     """The selective checkpoint policy of a node; ``None`` outside of checkpoints, or without a policy."""
-    return checkpoint_policy(node) if checkpoints_of(node) else None
+    return checkpoint_policy(node) if read_checkpoints(node) else None
 
 
 _KEY = "roundpipe_fx_budget"
@@ -194,7 +194,7 @@ def memory_budget(budget: int | float | str) -> AbstractContextManager[Any]:
     return torch.fx.traceback.annotate({_KEY: budget})
 
 
-def budget_of_region(node: fx.Node) -> int | float | None:
+def read_region_budget(node: fx.Node) -> int | float | None:
     """The budget of the innermost region that a node was traced in; ``None`` outside of any region."""
     try:
         return parse_budget((node.meta.get("custom") or {}).get(_KEY))

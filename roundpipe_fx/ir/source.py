@@ -16,14 +16,14 @@ _FRAME = re.compile(r'  File "([^"]+)", line (\d+)')
 _SKIPPED = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
-def source_of(node: fx.Node) -> str:
+def find_source(node: fx.Node) -> str:
     """The innermost frame of a node's stack trace outside of PyTorch and of this package; ``""`` if there is none."""
     frames = re.split(r"(?m)^(?=  File )", node.stack_trace or "")
     users = (frame for frame in reversed(frames) if frame.strip() and not any(folder in frame for folder in _SKIPPED))
     return next((frame.rstrip() for frame in users), "")
 
 
-def line_of(node: fx.Node) -> str:
+def find_line(node: fx.Node) -> str:
     """The file and the line of that frame, as ``modeling_gpt2.py:312``; of a notebook's cell ``In[3]:12``; ``""`` if
     there is none.
 

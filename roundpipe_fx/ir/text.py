@@ -153,9 +153,9 @@ SHOWN_MARKS = {
 }
 
 
-def _marks(node: fx.Node, more: Sequence[str] = ()) -> str:
+def _marks(node: fx.Node, extra: Sequence[str] = ()) -> str:
     marks = [(name, node.meta[key]) for name, key in SHOWN_MARKS.items() if key in node.meta]
     if isinstance(node.target, TileLoop):
-        more = [*more, f"{node.target.tiles} tiles of {node.target.rows} rows"]
-    shown = [*more, *(name if value is True else f"{name}: {value}" for name, value in marks)]
+        extra = [*extra, f"{node.target.tiles} tiles of {node.target.rows} rows"]
+    shown = [*extra, *(name if value is True else f"{name}: {value}" for name, value in marks)]
     return f"  # {'; '.join(shown)}" if shown else ""

@@ -36,7 +36,7 @@ class TileResult:
         return -math.inf if self.is_logarithm else 0.0
 
     @property
-    def made_in(self) -> torch.dtype:
+    def accumulation_dtype(self) -> torch.dtype:
         """The element type while tiles are carried out: sums of many tiles need more digits than half precision has.
 
         A logarithm is rounded to its own digits, however small the part is that a tile adds.
@@ -114,7 +114,7 @@ class TileLoop:
     def __repr__(self) -> str:
         return f"{self.__name__}<{self.tiles} tiles, {self.digest}>"
 
-    def mapped(self, change: Callable[[fx.GraphModule], Callable[[list[Any]], Any]]) -> TileLoop:
+    def map_bodies(self, change: Callable[[fx.GraphModule], Callable[[list[Any]], Any]]) -> TileLoop:
         """The same loop with other bodies.
 
         Args:
@@ -134,12 +134,12 @@ class TileLoop:
     def __call__(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the loop."""
         device = next(operand.device for operand in operands if isinstance(operand, torch.Tensor))
-        made = tuple(
-            torch.empty_strided(result.shape, result.stride, dtype=result.made_in, device=device)
+        outputs = tuple(
+            torch.empty_strided(result.shape, result.stride, dtype=result.accumulation_dtype, device=device)
             for result in self.results
         )
         sums = [
-            total.fill_(result.start) for total, result in zip(made, self.results, strict=True) if result.dim is None
+            total.fill_(result.start) for total, result in zip(outputs, self.results, strict=True) if result.dim is None
         ]
         for start in range(0, self.rows, self.size):
             # The last tile may be smaller: 10 rows in 4 tiles are tiles of 3, 3, 3 and 1, and there is a body for each
@@ -152,9 +152,9 @@ class TileLoop:
             ]
             # Sums are updated in place by the body; the other parts are returned.
             parts = iter(self.bodies[rows]([*tile, *sums]))
-            for whole, result in zip(made, self.results, strict=True):
+            for output, result in zip(outputs, self.results, strict=True):
                 if result.dim is not None:
-                    whole.narrow(result.dim, start, rows).copy_(next(parts))
+                    output.narrow(result.dim, start, rows).copy_(next(parts))
             # Before the next tile: otherwise two tiles' results would be alive at once.
             del parts
-        return tuple(whole.to(result.dtype) for whole, result in zip(made, self.results, strict=True))
+        return tuple(output.to(result.dtype) for output, result in zip(outputs, self.results, strict=True))

@@ -65,11 +65,11 @@ def verify(joint: JointGraph, name: str, before: Snapshot, known: Collection[str
     for node in joint.computed():
         # The branches of a ``cond`` are graphs, without a value.
         if node.op != "get_attr" and "val" not in node.meta and not _returns_nothing(node):
-            raise _error(name, node, 'it has no value: a pass that adds a node sets its node.meta["val"]')
+            raise _make_error(name, node, 'it has no value: a pass that adds a node sets its node.meta["val"]')
         for source in node.all_input_nodes:
-            reason = _wrong_read(joint, node, source)
+            reason = _explain_wrong_read(joint, node, source)
             if reason is not None:
-                raise _error(name, node, reason)
+                raise _make_error(name, node, reason)
     _verify_marks(joint, name, before, known)
 
 
@@ -89,13 +89,13 @@ def verify_graph(graph: fx.Graph, name: str) -> None:
         missing = next((source for source in node.all_input_nodes if source not in seen), None)
         if missing is not None:
             where = "comes later in the graph" if missing.graph is graph else "is not in the graph"
-            raise _error(name, node, f"it reads {missing.name!r}, which {where}")
+            raise _make_error(name, node, f"it reads {missing.name!r}, which {where}")
         if node.name in names:
-            raise _error(name, node, "another node has its name")
+            raise _make_error(name, node, "another node has its name")
         seen.add(node)
         names.add(node.name)
     if graph.output_node() is not next(iter(reversed(graph.nodes))):
-        raise _error(name, graph.output_node(), "the output is not the last node")
+        raise _make_error(name, graph.output_node(), "the output is not the last node")
 
 
 def _returns_nothing(node: fx.Node) -> bool:
@@ -122,7 +122,7 @@ def _verify_ends(joint: JointGraph, name: str, before: Snapshot) -> None:
 _LATER = {Phase.FORWARD: 0, Phase.RECOMPUTE: 1, Phase.BACKWARD: 2, Phase.WEIGHT: 3}
 
 
-def _wrong_read(joint: JointGraph, node: fx.Node, source: fx.Node) -> str | None:
+def _explain_wrong_read(joint: JointGraph, node: fx.Node, source: fx.Node) -> str | None:
     """Why a node must not read another; ``None`` if it may."""
     phase = node.meta.get(Mark.PHASE)
     if phase is None:
@@ -130,24 +130,28 @@ def _wrong_read(joint: JointGraph, node: fx.Node, source: fx.Node) -> str | None
     if source.op == "placeholder":
         waits = is_sum(source) or str(source.target).startswith("tangents")
         return f"it is {phase} and reads the gradient {source.name!r}" if waits and _LATER[phase] < 2 else None
-    of_source = source.meta.get(Mark.PHASE)
-    if of_source is None:
+    source_phase = source.meta.get(Mark.PHASE)
+    if source_phase is None:
         return None
     # An early recomputation may read what the backward of a later stage has made: that runs before it.
-    if phase is Phase.RECOMPUTE and of_source in (Phase.BACKWARD, Phase.WEIGHT) and _runs_before(joint, source, node):
+    if (
+        phase is Phase.RECOMPUTE
+        and source_phase in (Phase.BACKWARD, Phase.WEIGHT)
+        and _runs_before(joint, source, node)
+    ):
         return None
-    if _LATER[of_source] > _LATER[phase]:
-        return f"it is {phase} and reads {source.name!r}, which is {of_source}: that runs later"
-    if of_source is not phase or phase in (Phase.RECOMPUTE, Phase.WEIGHT):
+    if _LATER[source_phase] > _LATER[phase]:
+        return f"it is {phase} and reads {source.name!r}, which is {source_phase}: that runs later"
+    if source_phase is not phase or phase in (Phase.RECOMPUTE, Phase.WEIGHT):
         return None
-    for what, number_of in (("segment", _segment), ("stage", _stage)):
-        reader, other = number_of(joint, node), number_of(joint, source)
+    for unit, read_number in (("segment", _segment), ("stage", _stage)):
+        reader, other = read_number(joint, node), read_number(joint, source)
         if reader is None or other is None:
             continue
-        if what == "segment" and phase is Phase.BACKWARD and Mark.ORIGIN in source.meta:
+        if unit == "segment" and phase is Phase.BACKWARD and Mark.ORIGIN in source.meta:
             continue  # recomputed operations run in the order of the forward
         if (other > reader) if phase is Phase.FORWARD else (other < reader):
-            return f"it is {phase} of {what} {reader} and reads {source.name!r} of {what} {other}, which runs later"
+            return f"it is {phase} of {unit} {reader} and reads {source.name!r} of {unit} {other}, which runs later"
     return None
 
 
@@ -177,7 +181,9 @@ def _verify_marks(joint: JointGraph, name: str, before: Snapshot, known: Collect
             continue
         lacking = [node for node in nodes if key not in node.meta]
         if lacking and (len(lacking) < len(nodes) or name in use.on_all_after):
-            raise _error(name, lacking[0], f"it lacks the mark {key!r}, which every computing node has from here on")
+            raise _make_error(
+                name, lacking[0], f"it lacks the mark {key!r}, which every computing node has from here on"
+            )
     if name not in known:
         return
     # Each pass of each compilation comes through here, so nodes are visited once, and not once for each mark.
@@ -188,13 +194,13 @@ def _verify_marks(joint: JointGraph, name: str, before: Snapshot, known: Collect
         earlier = before.marks.get(node, {})
         for key in unwritable:
             if key in node.meta and earlier.get(key, _ABSENT) != node.meta[key]:
-                raise _error(name, node, f"its mark {key!r} was written, and MARK_USES does not name this pass")
+                raise _make_error(name, node, f"its mark {key!r} was written, and MARK_USES does not name this pass")
 
 
 _ABSENT = object()
 
 
-def _error(name: str, node: fx.Node, reason: str) -> InvalidGraphError:
+def _make_error(name: str, node: fx.Node, reason: str) -> InvalidGraphError:
     lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines()]
     last = max((number for number, line in enumerate(lines) if line.startswith("File ")), default=None)
     traced = "" if last is None else ", traced from " + ": ".join(lines[last : last + 2])

@@ -37,14 +37,14 @@ from roundpipe_fx.compiler.emit import device_of, emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.operations_in_tiles import cut_graph, read_graph_operations, with_fewest_stages
 from roundpipe_fx.compiler.plan_cache import CachedPlan, CachedReport, PlanFile, plan_file
-from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes
+from roundpipe_fx.compiler.run_passes import edit_passes, make_dump_folder
 from roundpipe_fx.compiler.schedule_data import schedule_as_data, schedule_from_data
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.values_on_host import is_host_requested
 from roundpipe_fx.ir.alternative_plans import PlansInTiles
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.ir.recompute_marks import budget_of_region
+from roundpipe_fx.ir.recompute_marks import read_region_budget
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 from roundpipe_fx.planner.judged_by_code import can_read_code, judge_by_code, search_by_code
 from roundpipe_fx.planner.program_within_budget import PROGRAMS, plan_by_rotor
@@ -235,12 +235,12 @@ def _gather_setting(
         microbatches=microbatches,
         recomputes=training and options.rotor is None and may_recompute,
         one_plan=network is not None,
-        dump=dump_folder(joint),
+        dump=make_dump_folder(joint),
     )
     # Of the device itself, and for this process alone: other plans are the same wherever they are made.
     is_own = options.device_name is None and network is None and microbatches == 1
     histories = read_current_histories(device) if is_own else ()
-    return Setting(passes=edited_passes(options.passes), context=context, step=step, histories=histories)
+    return Setting(passes=edit_passes(options.passes), context=context, step=step, histories=histories)
 
 
 def _find_first_marking(passes: Sequence[Pass]) -> int:
@@ -267,7 +267,7 @@ def requested_budget(joint: JointGraph, options: Options, device: torch.device) 
         return default_budget(device, expected_library_bytes(device))
     # No budget: yet parts of the model may have one of their own, or must be recomputed.
     forward = joint.in_phase(Phase.FORWARD)
-    if any(budget_of_region(node) is not None for node in forward):
+    if any(read_region_budget(node) is not None for node in forward):
         return 1.0
     if options.recompute != "full" and any(Mark.MUST_RECOMPUTE in node.meta for node in forward):
         return 1.0  # regions are recomputed just in time, which is the planner's work
@@ -318,7 +318,7 @@ def _make_cached_plan(lowered: Lowered, marks: Any) -> CachedPlan:
         peak=lowered.lasting_peak,
         frontier=chosen.frontier,
         sent=lowered.setting.sent,
-        room=lowered.setting.room,
+        host_limit=lowered.setting.host_limit,
         shared=chosen.followed is not chosen.graph,
         dropped=tuple(sorted(lowered.joint.dropped)),
         unread=tuple(sorted(lowered.joint.unread)),
@@ -358,10 +358,11 @@ def _emit_cached(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Low
         return read_graph_operations(setting.run(joint, PassLevel.STAGED), setting)
 
     recalled = CachedReport(cached.limit, cached.frontier, operations)
-    room = min(
-        cached.room, find_host_budget(setting.options.host_budget, on_paper=setting.options.device_name is not None)
+    host_limit = min(
+        cached.host_limit,
+        find_host_budget(setting.options.host_budget, on_paper=setting.options.device_name is not None),
     )
-    looking = dataclasses.replace(_with_lazy_tiled_frontier(joint, setting), sent=cached.sent, room=room)
+    looking = dataclasses.replace(_with_lazy_tiled_frontier(joint, setting), sent=cached.sent, host_limit=host_limit)
     lowered = emit(copy, looking.with_decisions(schedule=schedule), chosen=recalled)
     if can_read_code(setting):
         lowered = judge_by_code(lowered)

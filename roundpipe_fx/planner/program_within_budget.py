@@ -23,7 +23,7 @@ from typing import Any
 
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.budget import Found, Infeasible, Result, first_found
-from roundpipe_fx.compiler.emit import emit, full_of
+from roundpipe_fx.compiler.emit import emit, find_saturating_size
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.operations_in_tiles import (
     add_gradients_to_needs,
@@ -89,7 +89,7 @@ class CutProgram:
     @functools.cached_property
     def overlapped(self) -> Any:
         """Work beside which the early part of recomputations may run."""
-        return stages_to_overlap(self.joint, full_of(self.setting))
+        return stages_to_overlap(self.joint, find_saturating_size(self.setting))
 
     def evaluate(self, candidate: Candidate) -> Evaluation[Lowered]:
         """Emit and simulate a candidate. Programs may need a little more than was planned: then nothing is early.
@@ -237,7 +237,7 @@ def _improve_by_offloading(
         # Copies begin and end between stages, and a heavy one, as a loss head, would have all others be as heavy.
         fine = graph.setting.with_decisions(stage_starts=choose_stage_starts(len(graph.joint.segments)))
         graph = CutProgram.of(cut_graph(joint, fine), fine)
-    graph = dataclasses.replace(graph, setting=dataclasses.replace(graph.setting, room=tier.room))
+    graph = dataclasses.replace(graph, setting=dataclasses.replace(graph.setting, host_limit=tier.host_limit))
     chosen = _chosen_schedule(coarse)
     chosen = dataclasses.replace(chosen, graph=graph.operations, followed=graph.operations)
     by_chain = plan_with_host(graph.operations, chosen, tier, graph.evaluate)
@@ -250,7 +250,7 @@ def _improve_by_offloading(
         if plan.candidate.peak.bytes - tier.most <= plan.limit and plan.candidate.seconds < most
     ]
     if plans:
-        results.insert(0, _judge_by_limit(find_first_fitting(plans, graph.evaluate, tier.room)))
+        results.insert(0, _judge_by_limit(find_first_fitting(plans, graph.evaluate, tier.host_limit)))
     return first_found(results) if results else None
 
 

@@ -84,8 +84,8 @@ def make_host_tier(joint: JointGraph, setting: Setting) -> HostTier | None:
         return None
     if is_host_requested(joint, device.type):
         return None
-    room = find_host_budget(options.host_budget, on_paper=options.device_name is not None)
-    return _tier(joint, setting.costs.host, room) if room else None
+    host_limit = find_host_budget(options.host_budget, on_paper=options.device_name is not None)
+    return _tier(joint, setting.costs.host, host_limit) if host_limit else None
 
 
 def host_tier_of_step(joint: JointGraph, setting: Setting, pipelining: Pipelining) -> HostTier | None:
@@ -104,16 +104,16 @@ def host_tier_of_step(joint: JointGraph, setting: Setting, pipelining: Pipelinin
         for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True)
         if owner is not None and isinstance(node, fx.Node)
     )
-    room = host_budget_for(weights, pipelining) - weights - gradients - pipelining.optimizer.bytes
+    host_limit = host_budget_for(weights, pipelining) - weights - gradients - pipelining.optimizer.bytes
     bandwidth = pipelining.host_bandwidth(setting.costs.host)
-    return _tier(joint, bandwidth, max(room, 0) // pipelining.microbatches)
+    return _tier(joint, bandwidth, max(host_limit, 0) // pipelining.microbatches)
 
 
-def _tier(joint: JointGraph, bandwidth: float, room: int) -> HostTier:
+def _tier(joint: JointGraph, bandwidth: float, host_limit: int) -> HostTier:
     shorter = min(
         sum(node.meta[Mark.SECONDS] for node in joint.in_phase(phase)) for phase in (Phase.FORWARD, Phase.BACKWARD)
     )
-    return HostTier(byte_seconds=1 / bandwidth, room=room, carried=int(_HIDDEN * shorter * bandwidth))
+    return HostTier(byte_seconds=1 / bandwidth, host_limit=host_limit, carried=int(_HIDDEN * shorter * bandwidth))
 
 
 def plan_with_host(
@@ -149,7 +149,7 @@ def plan_with_host(
             blocks, make_remat_choice(graph, save_options, [*solutions[index].decisions])
         )
         plan = dataclasses.replace(chosen, candidate=candidate, graph=graph, followed=graph, fits=True)
-        tried.append(find_first_fitting([plan], evaluate, tier.room))
+        tried.append(find_first_fitting([plan], evaluate, tier.host_limit))
         if tried[-1].peak <= limit:
             return tried[-1]
         beyond = max(beyond, tried[-1].peak - solutions[index].bytes)
@@ -163,23 +163,23 @@ def choose_stage_starts(segments: int) -> list[int]:
 
 
 def find_first_fitting(
-    plans: Sequence[Chosen], evaluate: Callable[[Candidate], Evaluation[Lowered]], room: int
+    plans: Sequence[Chosen], evaluate: Callable[[Candidate], Evaluation[Lowered]], host_limit: int
 ) -> Evaluation[Lowered]:
     """The first of some plans that fits with values on the host; if none does, the one that needs least.
 
     Args:
         plans: at least one, the least recomputation first.
-        room: bytes of values that may be on the host.
+        host_limit: bytes of values that may be on the host.
     """
     tried: list[Evaluation[Lowered]] = []
     for chosen in plans:
-        with_all = evaluate(Candidate(chosen, room))
+        with_all = evaluate(Candidate(chosen, host_limit))
         if with_all.peak > chosen.limit:
             tried.append(with_all)
             continue
         planned = chosen.candidate.peak.bytes
         # No peak falls by more than the bytes that leave.
         sizes = (planned // part for part in _PARTS if planned - planned // part <= chosen.limit)
-        with_less = (evaluate(Candidate(chosen, sent)) if sent < room else with_all for sent in sizes)
+        with_less = (evaluate(Candidate(chosen, sent)) if sent < host_limit else with_all for sent in sizes)
         return next((one for one in with_less if one.peak <= chosen.limit), with_all)
     return min(tried, key=lambda one: one.peak)

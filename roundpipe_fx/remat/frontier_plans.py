@@ -16,7 +16,7 @@ import numpy as np
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.ir.alternative_plans import Alternative, Alternatives, AlternativeValue
 from roundpipe_fx.ir.joint_graph import module_path
-from roundpipe_fx.ir.source import line_of
+from roundpipe_fx.ir.source import find_line
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain_search import SimulatedSchedule, refine, save_everything, search
 from roundpipe_fx.remat.multi_call_step import search_for_step
@@ -138,7 +138,7 @@ def _value(graph: OperationGraph, storage: int) -> AlternativeValue:
     return AlternativeValue(
         name=node.name,
         module=module_path(node, module_path_text),
-        line=line_of(node),
+        line=find_line(node),
         bytes=graph.sizes[storage],
         seconds=graph.recipes[storage].seconds if storage in graph.recipes else 0.0,
     )

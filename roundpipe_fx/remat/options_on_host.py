@@ -43,18 +43,18 @@ class HostTier:
 
     Attributes:
         byte_seconds: seconds in which the link carries a byte.
-        room: bytes that it has memory for.
+        host_limit: bytes that it has memory for.
         carried: bytes that the link carries beside the work.
     """
 
     byte_seconds: float
-    room: int
+    host_limit: int
     carried: int
 
     @property
     def most(self) -> int:
         """Bytes that may leave in a step."""
-        return min(self.room, self.carried)
+        return min(self.host_limit, self.carried)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,13 @@ from roundpipe_fx.analysis.program_events import Follow
 from roundpipe_fx.analysis.simulator import find_course_peak, find_worst_history
 from roundpipe_fx.codegen import Program, StageModule, own_nodes
 from roundpipe_fx.compiler.lowered import Lowered, find_trained_inputs, follow_programs
-from roundpipe_fx.compiler.planned_values import ValueCosts, allocating, hoist_reason, planned_tiles, planned_values
+from roundpipe_fx.compiler.planned_values import (
+    ValueCosts,
+    hoist_reason,
+    list_allocating,
+    planned_tiles,
+    planned_values,
+)
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.alternative_plans import PlansInTiles
 from roundpipe_fx.ir.decisions import PlannedStage
@@ -222,7 +228,7 @@ def _planned_stage(
         entry_bytes=entry_bytes,
         saved=planned_values(costs, (node for node in saved if not hoist_reason(node))),
         hoisted=planned_values(costs, (node for node in saved if hoist_reason(node))),
-        recomputed=planned_values(costs, (node for node in allocating(recomputed) if is_tensor(node))),
+        recomputed=planned_values(costs, (node for node in list_allocating(recomputed) if is_tensor(node))),
         replayed=planned_values(costs, replayed),
         passing=planned_values(costs, (node for node in nodes if costs.is_passing(node))),
         same_as=same_as,

@@ -13,7 +13,7 @@ from typing import Any
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.codegen import Program, StageModule, program_text, stage_text
-from roundpipe_fx.ir.alternative_plans import Alternatives, PlansInTiles, joined
+from roundpipe_fx.ir.alternative_plans import Alternatives, PlansInTiles, merge_frontiers
 from roundpipe_fx.ir.decisions import CPU_RATES, Decisions, tiles_text
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain_search import search
@@ -248,7 +248,7 @@ class Plan(Decisions):
         if frontier and self.pipeline is None:
             shown = set(frontier)
             parts = [self._own_alternatives, *([self._in_tiles.plans] if self._in_tiles is not None else [])]
-            alternatives = joined(parts, lambda plan: (plan.bytes, plan.seconds) in shown)
+            alternatives = merge_frontiers(parts, lambda plan: (plan.bytes, plan.seconds) in shown)
         step = self.read_step() if self.read_step is not None else None
         return PlanDetails(step=step, frontier=frontier, alternatives=alternatives)
 

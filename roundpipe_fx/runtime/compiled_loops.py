@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.codegen.loop_text import loops_of
+from roundpipe_fx.codegen.loop_text import list_loops
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.operators.gradient_sums import SUMMING
 
@@ -50,9 +50,9 @@ def opaque_loops(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Bo
     # The loop is called by number, since an operator's arguments are tensors and numbers. It is weak here: the module
     # keeps it.
     made: dict[TileLoop, tuple[int, TileLoop]] = {}
-    for loop in loops_of(module.graph):
+    for loop in list_loops(module.graph):
         number = next(_numbers)
-        made[loop] = number, loop.mapped(lambda body: _adding(body, compiled))
+        made[loop] = number, loop.map_bodies(lambda body: _adding(body, compiled))
         _loops[number] = made[loop][1]
     for node in module.graph.nodes:
         if node.target in made:

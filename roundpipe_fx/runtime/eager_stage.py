@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.codegen.dying_values import dying_values
+from roundpipe_fx.codegen.last_uses import find_last_uses
 from roundpipe_fx.ir.collectives import starts_collective
 from roundpipe_fx.runtime.stage_collectives import count_calls
 from roundpipe_fx.torch_private import (
@@ -65,7 +65,7 @@ def eager_stage(module: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]
     # The arguments are bound to names, then the list is cleared: each value's only reference is a name that is set to
     # None at its last use.
     lines.append("    args.clear()")
-    dying = dying_values(graph)
+    dying = find_last_uses(graph)
     for node in graph.nodes:
         if node.op == "placeholder":
             continue

@@ -32,9 +32,9 @@ def _copies(
     calls: tuple[Calls, Calls],
     byte_seconds: float = 1.0,
     enough: int = 10**9,
-    room: int = 10**9,
+    host_limit: int = 10**9,
 ) -> list[ValueOnHost]:
-    return choose_hidden_copies(values, *calls, range(len(calls[1])), byte_seconds, enough, room)
+    return choose_hidden_copies(values, *calls, range(len(calls[1])), byte_seconds, enough, host_limit)
 
 
 def test_values_leave_and_return_beside_other_stages() -> None:
@@ -56,8 +56,8 @@ def test_what_the_link_has_no_time_for_stays() -> None:
 def test_no_more_leaves_than_is_asked_for() -> None:
     values = [_value(stage, 10) for stage in range(6)]
     assert {copy.name for copy in _copies(values, _calls(6), 0.01, enough=11)} == {"v0", "v1"}
-    assert {copy.name for copy in _copies(values, _calls(6), 0.01, enough=11, room=19)} == {"v0"}
-    assert not _copies(values, _calls(6), 0.01, enough=1, room=9)
+    assert {copy.name for copy in _copies(values, _calls(6), 0.01, enough=11, host_limit=19)} == {"v0"}
+    assert not _copies(values, _calls(6), 0.01, enough=1, host_limit=9)
 
 
 def test_what_a_later_stage_reads_is_freed_behind_it() -> None:
@@ -78,7 +78,7 @@ def test_nothing_waits(
     drawn: list[tuple[int, int, set[int]]],
     byte_seconds: float,
     enough: int,
-    room: int,
+    host_limit: int,
 ) -> None:
     """The programs are followed with a link that carries one copy after another, each way."""
     stages = len(seconds)
@@ -89,7 +89,7 @@ def test_nothing_waits(
         for number, (stage, size, readers) in enumerate(drawn)
         if stage < stages
     ]
-    copies = _copies(values, (forward, backward), byte_seconds, enough, room)
+    copies = _copies(values, (forward, backward), byte_seconds, enough, host_limit)
     of = {value.name: value for value in values}
     there = {name: place for place, (name, _) in enumerate(forward)}
     back = {name: place for place, (name, _) in enumerate(backward)}
@@ -110,4 +110,4 @@ def test_nothing_waits(
         assert back[copy.reloaded] < back[copy.back]
         assert copy.back in of[copy.name].readers
         assert there[copy.freed] < stages - 1 or back[copy.reloaded] > 0
-    assert sum(of[copy.name].bytes for copy in copies) <= min(enough + 8, room)
+    assert sum(of[copy.name].bytes for copy in copies) <= min(enough + 8, host_limit)

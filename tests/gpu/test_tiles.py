@@ -13,7 +13,7 @@ from torch import nn
 
 import roundpipe_fx
 from benchmarks.fuzz.tiles import tiled_passes
-from roundpipe_fx.codegen.loop_text import loops_of
+from roundpipe_fx.codegen.loop_text import list_loops
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -82,6 +82,6 @@ def test_loops_wait_for_nothing_on_the_host(by_class: bool, compiler: str) -> No
     with roundpipe_fx.count_host_syncs() as asked:
         compiled(**given).backward()
     assert not asked.total
-    loops = [loop for module in compiled.plan.modules for loop in loops_of(module.module.graph)]
+    loops = [loop for module in compiled.plan.modules for loop in list_loops(module.module.graph)]
     assert any(result.is_logarithm for loop in loops for result in loop.results) == by_class and loops
     _assert_near(found, _gradients(plain, plain, given), 1e-5)

@@ -7,7 +7,7 @@ from torch import nn
 
 from roundpipe_fx.analysis.cost import cost_model
 from roundpipe_fx.analysis.tiling import BodyCosts, TileRegions
-from roundpipe_fx.codegen.loop_text import loop_text, loops_of
+from roundpipe_fx.codegen.loop_text import list_loops, loop_text
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.text import joint_text
 from roundpipe_fx.ir.verifier import snapshot, verify
@@ -26,7 +26,7 @@ def tiled(text: str, tiles: int) -> str:
     regions = TileRegions(joint).find_wide_regions(0)
     made: JointGraph = tile_regions(joint, [(region, tiles) for region in regions], COSTS)
     verify(made, "tiles", before, {"tiles"})
-    return "\n\n".join([joint_text(made), *map(loop_text, loops_of(made.graph))])
+    return "\n\n".join([joint_text(made), *map(loop_text, list_loops(made.graph))])
 
 
 MLP = """
@@ -268,6 +268,6 @@ def test_regions_that_read_each_others_results(tiles: int) -> None:
     regions = TileRegions(joint).find_wide_regions(0)
     assert len(regions) == 3
     made = tile_regions(joint, [(region, tiles) for region in regions], COSTS)
-    assert len(loops_of(made.graph)) == 6
+    assert len(list_loops(made.graph)) == 6
     for one, other in zip(run_joint(made, inputs), expected, strict=True):
         assert (one - other).norm() <= 1e-12 * other.norm()

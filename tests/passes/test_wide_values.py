@@ -105,7 +105,7 @@ def test_a_mask_of_narrow_values_is_made_for_each_reader(way: str) -> None:
 def test_each_is_made_before_its_reader() -> None:
     joint = compute_for_each_reader(captured(""))
     kinds = {aten.le.Tensor: "made", aten.bmm.default: "product"}
-    forward = list(joint.computed())[: -sum(node in joint.dependent_on_tangents() for node in joint.computed())]
+    forward = list(joint.computed())[: -sum(node in joint.find_tangent_dependents() for node in joint.computed())]
     order = [kinds[node.target] for node in forward if node.target in kinds]
     assert order == ["product", "made", "product"] * 3
 

@@ -411,14 +411,14 @@ def test_plans_that_are_tried_share_stage_modules_and_the_chosen_one_has_its_own
     x, y = batch_of(512, 32)
     options = {"devices": CPUS, "num_microbatches": 8, "memory_budget": 0.4}
     made = 0
-    graph_module, emit = stage_modules._graph_module, within_budget.emit
+    graph_module, emit = stage_modules._make_graph_module, within_budget.emit
 
     def counted(*given: object) -> object:
         nonlocal made
         made += 1
         return graph_module(*given)
 
-    monkeypatch.setattr(stage_modules, "_graph_module", counted)
+    monkeypatch.setattr(stage_modules, "_make_graph_module", counted)
     texts, counts = [], []
     for shared in (True, False):
         if not shared:

@@ -13,7 +13,7 @@ from torch import nn
 
 import roundpipe_fx
 from benchmarks.fuzz.tiles import tiled_passes
-from roundpipe_fx.codegen.loop_text import loops_of
+from roundpipe_fx.codegen.loop_text import list_loops
 from tests.cross_entropies import CROSS_ENTROPIES
 from tests.hugging_face import bert, gpt2, language_batch, llama, t5
 from tests.planner.tiled import TOLERANCE, assert_close, assert_no_worse, check, minimum, step
@@ -40,7 +40,7 @@ def rows_of_words(count: int, dtype: torch.dtype, words: int = 4096) -> dict[str
 
 def is_by_class(compiled: roundpipe_fx.CompiledModule) -> bool:
     """Whether a log-sum-exp is made of tiles."""
-    loops = [loop for module in compiled.plan.modules for loop in loops_of(module.module.graph)]
+    loops = [loop for module in compiled.plan.modules for loop in list_loops(module.module.graph)]
     return any(result.is_logarithm for loop in loops for result in loop.results)
 
 
@@ -93,7 +93,7 @@ def test_the_quicker_tiles_are_taken(count: int, width: int, words: int, monkeyp
             if is_patched:
                 patched.setattr("roundpipe_fx.planner.region_classes.find_vocabulary_regions", lambda *_: [])
             plan = roundpipe_fx.plan(model, x, y, device="H100", memory_budget=budget)
-        loops = [loop for module in plan.modules for loop in loops_of(module.module.graph)]
+        loops = [loop for module in plan.modules for loop in list_loops(module.module.graph)]
         is_by_class = any(result.is_logarithm for loop in loops for result in loop.results)
         assert loops and is_by_class == (words == 65_536 and not is_patched)
         stages = plan.stages

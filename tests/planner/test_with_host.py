@@ -191,9 +191,9 @@ def test_values_of_an_offloaded_model_have_the_host_memory_that_its_weights_leav
     assert tier is not None
     weights = sum(tensor_bytes(tensor_values(node)) for node in joint.parameters)
     assert weights == 4 * (64 * 64 + 64 + 64 * 8 + 8)
-    assert tier.room == (10**9 - 2 * weights) // 2
+    assert tier.host_limit == (10**9 - 2 * weights) // 2
     full = host_tier_of_step(joint, setting, dataclasses.replace(plain, offloaded=True, host_budget=weights))
-    assert full is not None and full.room == 0
+    assert full is not None and full.host_limit == 0
 
 
 @has_operators

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.codegen.loop_text import loops_of
+from roundpipe_fx.codegen.loop_text import list_loops
 
 __all__ = ["Outcome", "assert_close", "assert_no_worse", "budgets", "check", "is_tiled", "minimum", "step"]
 
@@ -91,7 +91,7 @@ def _same_nan(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
 
 def is_tiled(compiled: roundpipe_fx.CompiledModule) -> bool:
     """Whether a loop is in what was emitted."""
-    return any(loops_of(module.module.graph) for module in compiled.plan.modules)
+    return any(list_loops(module.module.graph) for module in compiled.plan.modules)
 
 
 def minimum(model: nn.Module, batch: Mapping[str, Any], backward: Backward = backward_of, **options: Any) -> int:

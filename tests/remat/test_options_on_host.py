@@ -160,7 +160,7 @@ def test_solutions_send_no_more_than_the_host_takes(drawn: tuple[SegmentChain, l
     last = len(chain.stages) - 1
     segments = [SegmentOnHost(may_leave=segment != last, passing=2) for segment in range(last + 1)]
     choices = [choice for choice in all_choices(chain, segments) if choice.needed <= LIMIT]
-    found = find_solutions_on_host(chain, HostTier(byte_seconds=0.01, room=most, carried=10**6), LIMIT)
+    found = find_solutions_on_host(chain, HostTier(byte_seconds=0.01, host_limit=most, carried=10**6), LIMIT)
     for solution in found:
         options = [decision.option for decision in solution.decisions]
         alike = [choice for choice in choices if [option for option, _ in choice.options] == options]

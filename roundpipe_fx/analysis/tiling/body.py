@@ -211,10 +211,14 @@ def build_loop(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tup
             flops += count * node.meta[Mark.FLOPS]
     workspace = max(_peak_bytes(body.graph, costs) for body in bodies.values())
     # Sums of half precision are made in float32 over the tiles and cast once.
-    if any(result.made_in is not result.dtype for result in results):
+    if any(result.accumulation_dtype is not result.dtype for result in results):
         # Sums exist in both types when all tiles are done, and in one before.
-        wider = sum(result.bytes(result.made_in) for result in results if result.made_in is not result.dtype)
-        totals = sum(result.bytes(result.dtype) for result in results if result.made_in is not result.dtype)
+        wider = sum(
+            result.bytes(result.accumulation_dtype)
+            for result in results
+            if result.accumulation_dtype is not result.dtype
+        )
+        totals = sum(result.bytes(result.dtype) for result in results if result.accumulation_dtype is not result.dtype)
         workspace = max(wider, wider - totals + workspace)
     return loop, LoopCost(seconds=seconds, flops=flops, workspace=workspace)
 
@@ -272,7 +276,9 @@ def _build_body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule
     sums = {node for node in divided.results if node not in region.where}
     totals = {
         node: _add_placeholder(
-            graph, f"{node.name}_sum", _make_empty_copy(node.meta["val"], _describe_result(region, node).made_in)
+            graph,
+            f"{node.name}_sum",
+            _make_empty_copy(node.meta["val"], _describe_result(region, node).accumulation_dtype),
         )
         for node in divided.results
         if node in sums

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 
-def dying_values(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def find_last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For each node, the values whose last use it is; a value without uses dies at its own node."""
     dying: dict[fx.Node, list[fx.Node]] = {node: [] for node in graph.nodes}
     seen: set[fx.Node] = set()
