@@ -68,8 +68,8 @@ def _updates_buffer(model: Between, x: torch.Tensor) -> torch.Tensor:
 
 def _views(model: Between, x: torch.Tensor) -> torch.Tensor:
     left, right = x.split(4, dim=1)
-    folded = x.view(2, 2, 8).transpose(0, 1).reshape(4, 8)
-    return torch.cat([right, left], 1) + folded[:, ::2].repeat(1, 2) + x.t().contiguous().t()
+    fold_path = x.view(2, 2, 8).transpose(0, 1).reshape(4, 8)
+    return torch.cat([right, left], 1) + fold_path[:, ::2].repeat(1, 2) + x.t().contiguous().t()
 
 
 def _convolution(model: Between, x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.host_sync import registered_sync_ops
 from roundpipe_fx.api.compilation import compile_graph
 from roundpipe_fx.api.learned import Learned
-from roundpipe_fx.api.plans_of_modules import add_plan, note_plan, noting_models
+from roundpipe_fx.api.plans_of_modules import add_plan, note_plan, wrap_to_note_models
 from roundpipe_fx.api.wrapper_memory import WrapperMemory, compile_within_remaining_budget, wrapper_memory_of
 from roundpipe_fx.budget import parse_budget
 from roundpipe_fx.compiler.run_passes import edit_passes
@@ -68,15 +68,15 @@ def make_backend(
         steps.parts, steps.gathered_bytes, steps.budget = watched.parts, watched.gathered, options.memory_budget
         return compile_within_remaining_budget(watched, options, on_plan, compile_within)
 
-    how = warned, options.memory_budget, learned.steps.runs_eagerly, pipelining is not None
-    roundpipe_fx.around_compilations = lambda frame: _around(frame, *how)  # type: ignore[attr-defined]
+    settings = warned, options.memory_budget, learned.steps.runs_eagerly, pipelining is not None
+    roundpipe_fx.around_compilations = lambda frame: _around(frame, *settings)  # type: ignore[attr-defined]
     return roundpipe_fx
 
 
 @contextlib.contextmanager
-def _around(*how: Any) -> Iterator[None]:
+def _around(*settings: Any) -> Iterator[None]:
     """Context in which Dynamo compiles a frame; arguments of :func:`around_compilations`."""
-    with around_compilations(*how):
+    with around_compilations(*settings):
         yield
 
 
@@ -126,14 +126,14 @@ def _backend_by_name(
         return compile_graph(module, example_inputs, options, registered_sync_ops(), on_plan, _warned, learned)
 
     references = [weakref.ref(module) for module in modules]  # what Dynamo keeps must not keep the model
-    made: list[Plan] = []
+    plans: list[Plan] = []
 
     def on_plan(plan: Plan) -> None:
-        add_plan(made, plan)
+        add_plan(plans, plan)
         note_plan((module for reference in references if (module := reference()) is not None), plan)
 
     run = compile_within_remaining_budget(wrapper_memory_of(modules), parsed, on_plan, compile_within)
-    return noting_models(run, modules, made)
+    return wrap_to_note_models(run, modules, plans)
 
 
 def _refuse_inlined(module: fx.GraphModule, roots: Sequence[nn.Module]) -> None:
@@ -174,9 +174,9 @@ def _warn_of_others(code: CodeType, roots: Sequence[nn.Module]) -> None:
             ):
                 continue
             _warned_models.add(part)
-            what = f"{name!r}, a part of the model," if name else "the model"
+            subject = f"{name!r}, a part of the model," if name else "the model"
             warnings.warn_explicit(
-                f"roundpipe_fx: {what} is compiled in place with the backend roundpipe_fx, and now another "
+                f"roundpipe_fx: {subject} is compiled in place with the backend roundpipe_fx, and now another "
                 "torch.compile, with another backend, compiles code around it. Where that traces it, PyTorch drops the "
                 "backend and options of the part: no plan and no memory_budget apply. Compile only the part, or use "
                 "roundpipe_fx.compile for the part, which then stays compiled as it was.",

@@ -186,17 +186,17 @@ def compile(
     )
     if mesh is not None and pipelining is not None:
         pipelining = set_mesh(pipelining, mesh, model, shard)
-    of_batches = {
+    splitting_options = {
         "splitting": Splitting(split_input, split_label, merge_output),
         "deferred_batch_norm": deferred_batch_norm,
     }
     if pipelining is None:
-        if of_batches != {"splitting": Splitting(), "deferred_batch_norm": False} or loss_reduction != "mean":
+        if splitting_options != {"splitting": Splitting(), "deferred_batch_norm": False} or loss_reduction != "mean":
             raise ValueError(
                 "split_input, split_label, merge_output, loss_reduction and deferred_batch_norm require microbatches: "
                 "give num_microbatches or devices too."
             )
-        of_batches = {}
+        splitting_options = {}
     return compiled_module(
         model,
         options,
@@ -205,7 +205,7 @@ def compile(
         optim_dtype=optim_dtype,
         pipelining=pipelining,
         mesh=mesh,
-        **of_batches,
+        **splitting_options,
     )
 
 
@@ -238,7 +238,7 @@ def _check(model: Any) -> None:
 def _is_offloaded(module: nn.Module) -> bool:
     """Test for a hook of accelerate's that moves a module's weights, which are elsewhere between its forwards."""
     hook = getattr(module, "_hf_hook", None)
-    return any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ())))
+    return any(getattr(candidate, "offload", False) for candidate in (hook, *getattr(hook, "hooks", ())))
 
 
 def _check_inside(model: nn.Module) -> None:

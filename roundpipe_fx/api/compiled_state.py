@@ -69,7 +69,7 @@ class CompiledState:
         self.stepped = False
         # Names of modules that follow each other tell where stages may begin.
         if isinstance(options.stages, tuple):
-            options = dataclasses.replace(options, following=_following(original))
+            options = dataclasses.replace(options, following=_find_following(original))
         self.options = options
         self.own_options = options != Options(following=options.following)
         self.fullgraph = fullgraph
@@ -120,11 +120,11 @@ class CompiledState:
         """The forward."""
         self.ran = True
         if self._parallel is None:
-            return self._run_replanned(*args, **kwargs)
-        return torch_private.data_parallel_forward(self._parallel, self._run_replanned, args, kwargs)
+            return self._call_with_replanning(*args, **kwargs)
+        return torch_private.data_parallel_forward(self._parallel, self._call_with_replanning, args, kwargs)
 
-    def _run_replanned(self, *args: Any, **kwargs: Any) -> Any:
-        return self._replanned(lambda: self._run(args, kwargs))
+    def _call_with_replanning(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_with_replanning(lambda: self._run(args, kwargs))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._called = True
@@ -146,7 +146,7 @@ class CompiledState:
             RuntimeError: always.
         """
         if step_inputs.optimizer is not None:
-            self._know(step_inputs.optimizer)
+            self._register_optimizer(step_inputs.optimizer)
         raise RuntimeError(
             "forward_backward needs a model that is compiled for microbatches: "
             "roundpipe_fx.compile(model, num_microbatches=…, devices=[…])."
@@ -157,10 +157,10 @@ class CompiledState:
     ) -> None:
         """See :meth:`roundpipe_fx.CompiledModule.step`."""
         if isinstance(step_fn, torch.optim.Optimizer):
-            self._know(step_fn)
+            self._register_optimizer(step_fn)
         self.optimizer.step(step_fn, is_async, *args, **kwargs)
 
-    def _know(self, optimizer: torch.optim.Optimizer) -> None:
+    def _register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer."""
         check_optimizer(optimizer)
 
@@ -168,13 +168,13 @@ class CompiledState:
         """See :meth:`roundpipe_fx.CompiledModule.trace`; ``model`` is the compiled model."""
         if isinstance(kwargs.get("optimizer"), torch.optim.Optimizer):
             kwargs = dict(kwargs)
-            self._know(kwargs.pop("optimizer"))
+            self._register_optimizer(kwargs.pop("optimizer"))
         with parameters_gathered(model):
             self.traced(args, kwargs)
 
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace and plan a step, and tell of it; returns what a pipeline has traced."""
-        with self._telling("the step is traced and planned"):
+        with self._log_first_call("the step is traced and planned"):
             return self._trace(args, kwargs)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -202,9 +202,9 @@ class CompiledState:
             )
         return f"there is no plan: the model was called and ran eagerly, because {why}."
 
-    def _replanned(self, run: Callable[[], Any]) -> Any:
+    def _run_with_replanning(self, run: Callable[[], Any]) -> Any:
         """Run the model, or a step of it, on plans that know what earlier steps have shown."""
-        with self._telling("the first step is traced, planned and run"):
+        with self._log_first_call("the first step is traced, planned and run"):
             return self._replan(run, self._cuda_devices())
 
     def _replan(self, run: Callable[[], Any], devices: Sequence[torch.device]) -> Any:
@@ -214,10 +214,10 @@ class CompiledState:
     def _is_budgeted(self, devices: Sequence[torch.device]) -> bool:
         return self.options.memory_budget is not None or (self.options.recompute is None and bool(devices))
 
-    def _telling(self, what: str) -> AbstractContextManager[None]:
+    def _log_first_call(self, action: str) -> AbstractContextManager[None]:
         """Tell of the first call, which takes long, since the model is traced and planned in it."""
         new, self._is_new = self._is_new, False
-        return working(what) if new else contextlib.nullcontext()
+        return working(action) if new else contextlib.nullcontext()
 
     def _cuda_devices(self) -> list[torch.device]:
         if not torch.cuda.is_initialized():  # looking at parameters in every step takes longer
@@ -285,7 +285,7 @@ def _wrapper_memory(compiled: Sequence[weakref.ref[nn.Module]]) -> WrapperMemory
     return wrapper_memory_of(model for model in models if model is not None)
 
 
-def _following(model: nn.Module) -> dict[str, list[str]]:
+def _find_following(model: nn.Module) -> dict[str, list[str]]:
     """For each module those that run after it: the later ones of the lists and sequences that it is in."""
     modules = dict(model.named_modules(remove_duplicate=False))
     following: dict[str, list[str]] = {}

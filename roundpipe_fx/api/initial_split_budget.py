@@ -44,8 +44,8 @@ def lower_as_one_of(
         the graph; if the budget is below what it alone needs, planned for the least bytes.
     """
     step = _chain(joint, parts)
-    least = dataclasses.replace(options, memory_budget=0.0)
-    leanest = lower(joint.copy(), least, StepNeeds("", (step,), {}))
+    tightest = dataclasses.replace(options, memory_budget=0.0)
+    leanest = lower(joint.copy(), tightest, StepNeeds("", (step,), {}))
     budget = options.memory_budget
     if isinstance(leanest, Infeasible) or not isinstance(budget, int):
         return leanest

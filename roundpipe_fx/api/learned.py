@@ -127,19 +127,19 @@ class Learned:
 
     def read(self, graph: str) -> frozenset[int]:
         """Numbers of the outputs of a graph that some step has read."""
-        return self._outputs(_READ, graph)
+        return self._read_outputs(_READ, graph)
 
     def held(self, graph: str) -> frozenset[int]:
         """Numbers of the outputs of a graph that some step has held."""
-        return self._outputs(_HELD, graph)
+        return self._read_outputs(_HELD, graph)
 
     def dropped(self, graph: str) -> frozenset[int]:
         """Numbers of the outputs of a graph that plans assume dropped before the backward."""
         # An output that was held once may be held again, whatever other steps drop.
-        return self._outputs(_DROPPED, graph) - self.held(graph)
+        return self._read_outputs(_DROPPED, graph) - self.held(graph)
 
-    def _outputs(self, what: str, graph: str) -> frozenset[int]:
-        prefix = f"{what}/{graph} "
+    def _read_outputs(self, kind: str, graph: str) -> frozenset[int]:
+        prefix = f"{kind}/{graph} "
         return frozenset(int(name.removeprefix(prefix)) for name in self.assumed if name.startswith(prefix))
 
     @property

@@ -40,7 +40,7 @@ class StepMemory:
         Args:
             devices: of the step; only those of CUDA count.
         """
-        self.before = {_indexed(device): allocated_bytes(device) for device in devices if device.type == "cuda"}
+        self.before = {_add_index(device): allocated_bytes(device) for device in devices if device.type == "cuda"}
 
     @contextlib.contextmanager
     def explaining(self, phase: str, planned: Callable[[], PlannedMemory | None]) -> Iterator[None]:
@@ -91,5 +91,5 @@ class StepMemory:
         return call
 
 
-def _indexed(device: torch.device) -> torch.device:
+def _add_index(device: torch.device) -> torch.device:
     return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())

@@ -133,17 +133,17 @@ class PipelinedState(CompiledState):
     def forward_backward(self, model: nn.Module, step_inputs: StepInputs) -> Any:
         """See :meth:`roundpipe_fx.CompiledModule.forward_backward`; ``model`` is the compiled model."""
         if step_inputs.optimizer is not None:
-            self._know(step_inputs.optimizer)
+            self._register_optimizer(step_inputs.optimizer)
         refuse_sharded_step(model)
         parallel = find_outer_ddp(model, self)
         if parallel is None:
-            return self._replanned(lambda: self.pipeline.forward_backward(step_inputs))
+            return self._run_with_replanning(lambda: self.pipeline.forward_backward(step_inputs))
 
         # DDP calls the module's forward, which is diverted to the step: its hooks see the parameters' gradients as in
         # any backward.
         def step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             within = dataclasses.replace(step_inputs, args=args, kwargs=kwargs, optimizer=None)
-            return self._replanned(lambda: self.pipeline.forward_backward(within, accumulate_gradients=False))
+            return self._run_with_replanning(lambda: self.pipeline.forward_backward(within, accumulate_gradients=False))
 
         self._instead = step
         try:
@@ -157,19 +157,19 @@ class PipelinedState(CompiledState):
             self.optimizer.step(step_inputs.optimizer, is_async=False)
         return (loss.detach(), result[1]) if step_inputs.return_outputs else loss.detach()
 
-    def _know(self, optimizer: torch.optim.Optimizer) -> None:
+    def _register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer, and count it in plans of an offloaded model's steps: those that are made from now on, and
         those that were made before it was known.
 
         Raises:
             HostMemoryError: the host has no memory for it.
         """
-        super()._know(optimizer)
+        super()._register_optimizer(optimizer)
         # The state has grown since it was last counted (the first step has made it), or not.
         if self._optimizers.get(optimizer) == len(optimizer.state):
             return
         optimizers = [*{**self._optimizers, optimizer: 0}]
-        memory = sum_of(self.optimizer.memory_of(one) for one in optimizers)
+        memory = sum_of(self.optimizer.memory_of(each_optimizer) for each_optimizer in optimizers)
         pipelining = dataclasses.replace(self.pipelining, optimizer=memory)
         plans = [count_optimizer(plan, pipelining) for plan in self.plans]  # checks all before any is replaced
         self._optimizers[optimizer] = len(optimizer.state)

@@ -154,8 +154,8 @@ def plan(
     budget = options.memory_budget
     replicas, ranks = 1, tensor_parallel_ranks(model)
     given_ranks = None
-    of_any_shape = isinstance(mesh_shape, int) and not isinstance(mesh_shape, bool)
-    if of_any_shape:
+    searches_shape = isinstance(mesh_shape, int) and not isinstance(mesh_shape, bool)
+    if searches_shape:
         replicas = _mesh_devices(mesh_shape, ranks, devices, offloaded, options, schedule)
     elif mesh_shape is not None:
         replicas, devices, given_ranks = _mesh_sizes(mesh_shape, devices, offloaded)
@@ -181,18 +181,18 @@ def plan(
         # Without a budget: what the device has, less a margin, less what lies there between steps.
         total = int(_SHARE * (DEVICES[name].memory or 0))
         if total:
-            _check_weights(weights, state, total, devices * (replicas if shard or of_any_shape else 1), name)
+            _check_weights(weights, state, total, devices * (replicas if shard or searches_shape else 1), name)
         budget = (total if over_processes else total - weights - state) if total else 1.0
     options = dataclasses.replace(options, memory_budget=budget, device_name=name)
     # Not on the meta device: there operations like ``nll_loss`` have a kernel and no gradient, and the backward of the
     # loss would be missing in the graph.
-    stand_ins = _stand_ins(model, (args, kwargs), replace_local_tensors(fakes_on("cpu")))
+    stand_ins = _make_stand_ins(model, (args, kwargs), replace_local_tensors(fakes_on("cpu")))
     args, kwargs = tree_map(lambda value: stand_ins.get(id(value), value), (args, kwargs))
     undivided = None
-    tokens = _tokens((args, kwargs))
+    tokens = _count_tokens((args, kwargs))
     # Devices that are to be divided plan one microbatch: its size is the same in every division.
-    if of_any_shape:
-        undivided, (args, kwargs) = _microbatch_of((args, kwargs), replicas, ranks, num_microbatches)
+    if searches_shape:
+        undivided, (args, kwargs) = _take_microbatch((args, kwargs), replicas, ranks, num_microbatches)
         replicas = num_microbatches = 1
     # For exactly these sizes, whatever was planned or compiled before.
     pipelining = None
@@ -217,7 +217,7 @@ def plan(
             optimizer=memory,
             elsewhere=True,
             replicas=replicas,
-            sharded=shard is not None and (replicas > 1 or of_any_shape),
+            sharded=shard is not None and (replicas > 1 or searches_shape),
             network=(network or DEVICES[name].network) if mesh_shape is not None else None,
             tensor_parallel=ranks,
             optimizer_share=_optimizer_share(memory, model) if mesh_shape is not None else 0.0,
@@ -312,7 +312,7 @@ def _mesh_devices(
     return int(mesh_shape) // ranks
 
 
-def _microbatch_of(inputs: Any, devices: int, ranks: int, num_microbatches: int | None) -> tuple[Undivided, Any]:
+def _take_microbatch(inputs: Any, devices: int, ranks: int, num_microbatches: int | None) -> tuple[Undivided, Any]:
     """The microbatches of a batch of all replicas, and the first one's inputs.
 
     Args:
@@ -352,7 +352,7 @@ def _optimizer_share(memory: OptimizerMemory, model: nn.Module) -> float:
     return memory.bytes / trained if trained else 0.0
 
 
-def _tokens(inputs: Any) -> int:
+def _count_tokens(inputs: Any) -> int:
     """Number of tokens of a batch: of the first integers that it has in rows; 0: it has none."""
     tensors = (value for value in tree_leaves(inputs) if isinstance(value, torch.Tensor))
     return next((value.numel() for value in tensors if value.dim() == 2 and value.dtype == torch.long), 0)
@@ -408,12 +408,12 @@ def _check_weights(weights: int, state: int, total: int, devices: int, name: str
     """
     if weights + state < total * devices:
         return
-    each = f"{devices} times {name}" if devices > 1 else name
+    description = f"{devices} times {name}" if devices > 1 else name
     optimizer = f", the optimizer's state {bytes_text(state)}" if state else ""
     raise InfeasibleBudgetError(
-        f"the model's parameters and buffers alone take {bytes_text(weights)}{optimizer}, and {_SHARE:.0%} of {each}'s "
-        f"memory is {bytes_text(total * devices)}. A model that stays on the CPU has the current stage there, not all "
-        "of it: offloaded=True here, compile(model, devices=['cuda:0']) there. Or use more devices.",
+        f"the model's parameters and buffers alone take {bytes_text(weights)}{optimizer}, and {_SHARE:.0%} of "
+        f"{description}'s memory is {bytes_text(total * devices)}. A model that stays on the CPU has the current stage "
+        "there, not all of it: offloaded=True here, compile(model, devices=['cuda:0']) there. Or use more devices.",
         weights + state,
     )
 
@@ -428,12 +428,12 @@ def device_name(device: str | None) -> str:
         reported = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         return next((name for name in DEVICES if name != "cpu" and name in reported), "cpu")
     if device not in DEVICES:
-        known = ", ".join(DEVICES)
-        raise ValueError(f"no roofline for a device named {device!r}.{suggest_name(device, DEVICES)} Known: {known}.")
+        listed = ", ".join(DEVICES)
+        raise ValueError(f"no roofline for a device named {device!r}.{suggest_name(device, DEVICES)} Known: {listed}.")
     return device
 
 
-def _stand_ins(model: nn.Module, inputs: Any, fake: Callable[[torch.Tensor], torch.Tensor]) -> dict[int, Any]:
+def _make_stand_ins(model: nn.Module, inputs: Any, fake: Callable[[torch.Tensor], torch.Tensor]) -> dict[int, Any]:
     """By ``id``, a tensor without memory for each tensor of a model and its inputs."""
     stand_ins: dict[int, Any] = {}
     for parameter in model.parameters():

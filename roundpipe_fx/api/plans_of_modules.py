@@ -39,7 +39,7 @@ class _Run:
         """Return whether another one is of the same graph with the same parameters."""
         pairs = zip(self.parameters, other.parameters, strict=False)
         same = self.plans is other.plans and self.cls is other.cls and self.names == other.names
-        return same and all(mine() is others() for mine, others in pairs)
+        return same and all(this() is that() for this, that in pairs)
 
     def is_of(self, module: nn.Module, parameters: dict[str, nn.Parameter]) -> bool:
         """Return whether a module with these parameters is the one that the graph has run for."""
@@ -59,17 +59,19 @@ def note_plan(modules: Iterable[nn.Module], plan: Plan) -> None:
         add_plan(_plans.setdefault(module, []), plan)
 
 
-def add_plan(made: list[Plan], plan: Plan) -> None:
+def add_plan(plans_so_far: list[Plan], plan: Plan) -> None:
     """Add a plan to those of a model, in the place of an earlier one of the same compilation."""
-    for position, earlier in enumerate(made):
+    for position, earlier in enumerate(plans_so_far):
         # A replanned step takes the position of its first plan.
         if earlier.compilation is plan.compilation:
-            made[position] = plan
+            plans_so_far[position] = plan
             return
-    made.append(plan)
+    plans_so_far.append(plan)
 
 
-def noting_models(run: Callable[..., Any], modules: Iterable[nn.Module], made: Sequence[Plan]) -> Callable[..., Any]:
+def wrap_to_note_models(
+    run: Callable[..., Any], modules: Iterable[nn.Module], plans_made: Sequence[Plan]
+) -> Callable[..., Any]:
     """A compiled graph that records its plans for each model that it runs for.
 
     In a step of the model that ran last, it costs the comparison of two parameters.
@@ -81,55 +83,55 @@ def noting_models(run: Callable[..., Any], modules: Iterable[nn.Module], made: S
     compiled_for = [weakref.ref(module) for module in modules]
     if not compiled_for:
         return run
-    of_owners: list[tuple[type[nn.Module], dict[int, str]]] | None = None
+    names_of_owners: list[tuple[type[nn.Module], dict[int, str]]] | None = None
     watching, first, last = True, 0, 0
-    at_first: Callable[[], torch.Tensor | None] = _nothing
-    at_last: Callable[[], torch.Tensor | None] = _nothing
+    at_first: Callable[[], torch.Tensor | None] = _return_none
+    at_last: Callable[[], torch.Tensor | None] = _return_none
 
     def note(inputs: Sequence[Any]) -> None:
-        nonlocal of_owners, watching, first, last, at_first, at_last
+        nonlocal names_of_owners, watching, first, last, at_first, at_last
         # The first call: which inputs are parameters of the modules is the same in all later ones.
-        if of_owners is None:
+        if names_of_owners is None:
             owners = [owner for reference in compiled_for if (owner := reference()) is not None]
-            of_owners = [(type(owner), names) for owner in owners if (names := _names_of(owner, inputs))]
-            watching = bool(of_owners)
+            names_of_owners = [(type(owner), names) for owner in owners if (names := _find_names(owner, inputs))]
+            watching = bool(names_of_owners)
             if not watching:
                 return
-            positions = sorted({position for _, names in of_owners for position in names})
+            positions = sorted({position for _, names in names_of_owners for position in names})
             # What is trained differs most likely between models that share parameters.
             trained = [position for position in positions if inputs[position].requires_grad] or positions
             # Two comparisons of identity in each step, not one for each parameter.
             first, last = trained[0], trained[-1]
-        for cls, names in of_owners:
+        for cls, names in names_of_owners:
             parameters = tuple(weakref.ref(inputs[position]) for position in names)
-            _add(_Run(cls, tuple(names.values()), parameters, made), inputs[next(iter(names))])
+            _add_run(_Run(cls, tuple(names.values()), parameters, plans_made), inputs[next(iter(names))])
         at_first, at_last = weakref.ref(inputs[first]), weakref.ref(inputs[last])
 
-    def noted(*inputs: Any) -> Any:
+    def run_and_note(*inputs: Any) -> Any:
         # The same two parameters as last time: the same model runs, and nothing is to be noted.
         if watching and inputs and (inputs[first] is not at_first() or inputs[last] is not at_last()):
             note(inputs)
         return run(*inputs)
 
-    return noted
+    return run_and_note
 
 
-def _nothing() -> None:
+def _return_none() -> None:
     return None
 
 
-def _names_of(owner: nn.Module, inputs: Sequence[Any]) -> dict[int, str]:
+def _find_names(owner: nn.Module, inputs: Sequence[Any]) -> dict[int, str]:
     """The names of a module's parameters among the inputs of a graph, by place."""
     names = {id(parameter): name for name, parameter in owner.named_parameters()}
     return {position: names[id(value)] for position, value in enumerate(inputs) if id(value) in names}
 
 
-def _add(run: _Run, parameter: torch.Tensor) -> None:
-    known: list[_Run] = _runs.setdefault(parameter, [])
+def _add_run(run: _Run, parameter: torch.Tensor) -> None:
+    runs: list[_Run] = _runs.setdefault(parameter, [])
     # Runs of models that are gone are dropped, so that a shared parameter does not collect them.
-    known[:] = [noted for noted in known if all(reference() is not None for reference in noted.parameters)]
-    if not any(noted.equals(run) for noted in known):
-        known.append(run)
+    runs[:] = [earlier for earlier in runs if all(reference() is not None for reference in earlier.parameters)]
+    if not any(earlier.equals(run) for earlier in runs):
+        runs.append(run)
 
 
 def plans(model: nn.Module) -> tuple[Plan, ...]:
@@ -156,12 +158,14 @@ def plans(model: nn.Module) -> tuple[Plan, ...]:
     plans_of_model: list[Plan] = []
     for module in model.modules():
         state = getattr(type(module), "_state_of_roundpipe_fx", None)
-        made = [*_plans.get(module, ()), *_of_runs(module)] if state is None else state.__get__(module).plans
-        plans_of_model.extend(plan for plan in made if not any(plan is other for other in plans_of_model))
+        candidates = (
+            [*_plans.get(module, ()), *_find_plans_of_runs(module)] if state is None else state.__get__(module).plans
+        )
+        plans_of_model.extend(plan for plan in candidates if not any(plan is other for other in plans_of_model))
     return tuple(plans_of_model)
 
 
-def _of_runs(module: nn.Module) -> Iterator[Plan]:
+def _find_plans_of_runs(module: nn.Module) -> Iterator[Plan]:
     """The plans of graphs that have run for a module."""
     parameters = dict(module.named_parameters())
     for parameter in parameters.values():

@@ -104,10 +104,10 @@ def replan_on_all_ranks(
     All graphs are cut like the first, and ranks must not try different things, so less is tried than in one process.
     """
     processes.shown = lambda: None if learned.stale else str(sorted(learned.largest.items()) if budgeted else "")
-    again = functools.partial(_run_fitting, run, recompile, learned) if budgeted and torch.is_grad_enabled() else run
+    run_step = functools.partial(_run_fitting, run, recompile, learned) if budgeted and torch.is_grad_enabled() else run
     while True:
         try:
-            return again()
+            return run_step()
         except NewObservations:
             ranks = processes.group.everyone if torch.is_grad_enabled() else processes.group.sharers
             for largest in ranks.gather(learned.largest):

@@ -28,10 +28,10 @@ def translate_arguments(
     names = [name for name in _NAMES if name in kwargs]
     if not names:
         return args, kwargs, labels
-    taken = inspect.signature(forward).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken):
+    parameters = inspect.signature(forward).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return args, kwargs, labels
-    renamed = {name: kwargs[name] for name in names if name not in {parameter.name for parameter in taken}}
+    renamed = {name: kwargs[name] for name in names if name not in {parameter.name for parameter in parameters}}
     kwargs = {name: value for name, value in kwargs.items() if name not in renamed}
     if "run_config" in renamed:
         raise TypeError(

@@ -70,27 +70,27 @@ def make_sharing_instance(model: nn.Module, mixin: type[T], state: State, names:
         TypeError: the model's class cannot be derived from, or has another memory layout than a Python object.
     """
     # A method of the mixin gives way to an attribute of that name in the model.
-    cls = _subclass(type(model), mixin, frozenset(name for name in names if _has(model, name)))
+    cls = _make_subclass(type(model), mixin, frozenset(name for name in names if _has_attribute(model, name)))
     try:
-        made = object.__new__(cls)
+        instance = object.__new__(cls)
     except TypeError as error:
         raise TypeError(
             f"{type(model).__name__} derives from a built-in type, which cannot be shared: {error}"
         ) from None
     # Shared, not copied: what either object registers later, the other one has.
-    object.__setattr__(made, "__dict__", model.__dict__)
-    object.__setattr__(made, _SLOT, state)
-    return made
+    object.__setattr__(instance, "__dict__", model.__dict__)
+    object.__setattr__(instance, _SLOT, state)
+    return instance
 
 
 _classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
 
 
-def _subclass(base: type, mixin: type[T], of_model: frozenset[str]) -> type[T]:
+def _make_subclass(base: type, mixin: type[T], model_names: frozenset[str]) -> type[T]:
     # Models of one class share the generated one, which ends with the last of them.
-    key = (base, mixin, of_model)
-    made = _classes.get(key)
-    if made is None:
+    key = (base, mixin, model_names)
+    subclass = _classes.get(key)
+    if subclass is None:
         body = {
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
@@ -98,30 +98,30 @@ def _subclass(base: type, mixin: type[T], of_model: frozenset[str]) -> type[T]:
             "__slots__": (_SLOT,),
             "forward": _Forward(base),
             **({_STEP: _TrainingStep(base)} if hasattr(base, _STEP) else {}),
-            **({_GENERATE: _Generate(base)} if _generates(base) else {}),
+            **({_GENERATE: _Generate(base)} if _can_generate(base) else {}),
             "__new__": lambda cls, *args, **kwargs: base(*args, **kwargs),  # containers make slices of themselves so
-            **{name: _of_model(name) for name in (*of_model, *_slots(base))},
+            **{name: _forward_to_original(name) for name in (*model_names, *_list_slots(base))},
         }
         # ``nn.Module`` itself is a base of the mixin already.
         bases = (mixin,) if base is nn.Module else (mixin, base)
         try:
-            made = types.new_class(base.__name__, bases, exec_body=lambda namespace: namespace.update(body))
+            subclass = types.new_class(base.__name__, bases, exec_body=lambda namespace: namespace.update(body))
         except TypeError as error:
             raise TypeError(
                 f"roundpipe_fx.compile makes a subclass of the model's class, but {base.__qualname__} allows none: "
                 f"{error}"
             ) from error
-        _classes[key] = made
-    return made
+        _classes[key] = subclass
+    return subclass
 
 
-def _has(model: nn.Module, name: str) -> bool:
+def _has_attribute(model: nn.Module, name: str) -> bool:
     """Return whether it is an attribute of the model's own, not one that its ``__getattr__`` takes from elsewhere."""
     registered = (model._parameters, model._buffers, model._modules)
-    return hasattr(type(model), name) or name in vars(model) or any(name in names_of for names_of in registered)
+    return hasattr(type(model), name) or name in vars(model) or any(name in names for names in registered)
 
 
-def _slots(base: type) -> list[str]:
+def _list_slots(base: type) -> list[str]:
     # Slots are not in ``__dict__``, and must be read from the original.
     return [
         name
@@ -131,7 +131,7 @@ def _slots(base: type) -> list[str]:
     ]
 
 
-def _of_model(name: str) -> property:
+def _forward_to_original(name: str) -> property:
     """An attribute that is not in ``__dict__``, or to which the mixin gives another meaning."""
 
     def original(self: Any) -> Any:
@@ -160,8 +160,8 @@ class _Forward:
         state = instance._state_of_roundpipe_fx
         # The user's replacement runs as it is; the first time it is watched for whether it calls the compiled forward.
         if state.replaced is not None:
-            known = state.ran or torch.compiler.is_compiling()
-            return state.replaced if known else _watched(state, state.replaced)
+            has_run = state.ran or torch.compiler.is_compiling()
+            return state.replaced if has_run else _watch_replacement(state, state.replaced)
         # Traced within another model: the plain forward is inlined, unless this one has options of its own.
         if torch.compiler.is_compiling() and "forward" not in instance.__dict__:
             bound = state.forward if _stays_apart(state) else self.base.forward  # type: ignore[attr-defined]
@@ -177,14 +177,14 @@ class _Forward:
         instance._state_of_roundpipe_fx.replaced = None
 
 
-def _watched(state: State, replaced: Callable[..., Any]) -> Callable[..., Any]:
+def _watch_replacement(state: State, replaced: Callable[..., Any]) -> Callable[..., Any]:
     """A replacement of ``forward`` that warns if it has not run the compiled one, as a wrapper of it would.
 
     Of a method it is a method too: libraries look for its function.
     """
     # Bound to the same object, with its function watched.
     if isinstance(replaced, types.MethodType):
-        return types.MethodType(_watched(state, replaced.__func__), replaced.__self__)
+        return types.MethodType(_watch_replacement(state, replaced.__func__), replaced.__self__)
 
     @functools.wraps(replaced)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -218,10 +218,10 @@ class _TrainingStep:
             return method
         if instance._state_of_roundpipe_fx.stepped or torch.compiler.is_compiling():
             return types.MethodType(method, instance)
-        return types.MethodType(_watched_step(instance._state_of_roundpipe_fx, method), instance)
+        return types.MethodType(_watch_step(instance._state_of_roundpipe_fx, method), instance)
 
 
-def _watched_step(state: State, step: Callable[..., Any]) -> Callable[..., Any]:
+def _watch_step(state: State, step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Reset for this step, so that `ran` tells of it alone.
@@ -238,7 +238,7 @@ def _watched_step(state: State, step: Callable[..., Any]) -> Callable[..., Any]:
     return training_step
 
 
-def _generates(base: type) -> bool:
+def _can_generate(base: type) -> bool:
     return hasattr(base, _GENERATE) and any(cls.__name__ == "GenerationMixin" for cls in base.__mro__)
 
 

@@ -100,7 +100,7 @@ def capture(
     # Inputs that share memory are noted before tracing: a traced graph is only right for the same sharing.
     shared = shared_inputs(example_inputs)
     try:
-        run, written = _compiled(module, example_inputs, compilation, shared)
+        run, written = _compile(module, example_inputs, compilation, shared)
     except InvalidBackwardError as error:
         if not may_run_eagerly:
             raise
@@ -109,7 +109,7 @@ def capture(
     except _WrittenInSharedMemoryError:
         # Traced again as if nothing shared memory; calls that do are run eagerly.
         example_inputs = separate_memory(module, example_inputs, shared)
-        run, written = _compiled(module, example_inputs, compilation, SharedInputs((), ()))
+        run, written = _compile(module, example_inputs, compilation, SharedInputs((), ()))
     run = torch_private.without_class(run, example_inputs)
     eagerly = eager_graph(module) if may_run_eagerly and written else None
     return run_if_shared_as_traced(run, eagerly, example_inputs, written, labels)
@@ -119,7 +119,7 @@ class _WrittenInSharedMemoryError(Exception):
     """AOTAutograd cannot trace inputs that share memory, or the graph would be wrong."""
 
 
-def _compiled(
+def _compile(
     module: fx.GraphModule, example_inputs: Sequence[Any], compilation: Callbacks, shared: SharedInputs
 ) -> tuple[Callable[..., Any], set[int]]:
     """The function that AOTAutograd makes, and the numbers of the inputs that it writes.
@@ -147,12 +147,12 @@ def _compiled(
             # The status line ends when tracing does, not when compilation does.
             tracing.close()
 
-        def partition(joint: fx.GraphModule, inputs: Any, **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
             if is_outermost(joint):
                 note_written(joint)
                 product = full_precision_product(joint, autocast)
                 products.extend([product] if product is not None else [])
-            return compilation.partition(joint, inputs, **how)
+            return compilation.partition(joint, inputs, **options)
 
         def forward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             torch_private.note_no_donated_buffers()

@@ -58,7 +58,7 @@ _MOST_BYTES = 1 << 24
 def leave_out_causal_masks(module: fx.GraphModule) -> None:
     """Let attention whose mask is causal, or masks nothing, run without a mask, in place. Drop masks nobody reads."""
     if not torch.is_inference_mode_enabled():  # whose tensors do not count what writes to them
-        _leave_out(module, {}, {}, {})
+        _rewrite_graph(module, {}, {}, {})
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,17 @@ class _Mask:
     sources: tuple[fx.Node, ...]
 
 
-def _leave_out(
+def _rewrite_graph(
     module: fx.GraphModule,
     outside: Mapping[fx.Node, Any],
-    known: dict[fx.Node, _Mask | None],
+    classified: dict[fx.Node, _Mask | None],
     written: SharedMasks,
 ) -> None:
     """As :func:`leave_out_causal_masks`, for a checkpoint's body too.
 
     Args:
         outside: what inputs of a body are, in the graph around it.
-        known: masks that were classified, which layers share; extended.
+        classified: masks that were classified, which layers share; extended.
         written: masks that were written once for all sequences; extended.
     """
     changed = False
@@ -95,15 +95,15 @@ def _leave_out(
         body = checkpoint_body(module, node)
         if body is not None:
             inputs = body.graph.find_nodes(op="placeholder")
-            _leave_out(body, {**outside, **dict(zip(inputs, node.args[1:], strict=True))}, known, written)
+            _rewrite_graph(body, {**outside, **dict(zip(inputs, node.args[1:], strict=True))}, classified, written)
         elif node.target is F.scaled_dot_product_attention:
-            changed |= _leave_out_mask(node, outside, known, written)
+            changed |= _rewrite_call(node, outside, classified, written)
     if changed:
         module.recompile()
 
 
-def _leave_out_mask(
-    call: fx.Node, outside: Mapping[fx.Node, Any], known: dict[fx.Node, _Mask | None], written: SharedMasks
+def _rewrite_call(
+    call: fx.Node, outside: Mapping[fx.Node, Any], classified: dict[fx.Node, _Mask | None], written: SharedMasks
 ) -> bool:
     """Rewrite a call of attention if its mask is not needed, or not for each sequence; returns whether it was."""
     arguments = dict(zip(_PARAMETERS, call.args, strict=False)) | call.kwargs
@@ -114,9 +114,9 @@ def _leave_out_mask(
     # Follow a mask that enters a body to the node that computes it.
     while node in outside:
         node = outside[node]
-    if node not in known:
-        known[node] = _classify(node, outside)
-    mask = known[node]
+    if node not in classified:
+        classified[node] = _classify(node, outside)
+    mask = classified[node]
     if mask is None:
         return False
     if mask.kind is None or not _fits(node.meta["example_value"], mask.kind, arguments):
@@ -128,15 +128,15 @@ def _leave_out_mask(
         return True
     key, value = arguments["key"], arguments["value"]
     assert isinstance(key, fx.Node) and isinstance(value, fx.Node)
-    once = _repeated(key), _repeated(value)
+    uncopied = _find_repeated_heads(key), _find_repeated_heads(value)
     # Keys and values that were repeated for groups of queries: eagerly they are passed as they are, and attention
     # groups them.
-    if None not in once and _is_grouped_eagerly(call, key, value, mask.sources):
-        arguments = arguments | {"key": once[0], "value": once[1], "enable_gqa": True}
+    if None not in uncopied and _is_grouped_eagerly(call, key, value, mask.sources):
+        arguments = arguments | {"key": uncopied[0], "value": uncopied[1], "enable_gqa": True}
     call.args = (arguments["query"], arguments["key"], arguments["value"])
-    left = {name: argument for name, argument in arguments.items() if name not in _PARAMETERS[:4]}
+    kept = {name: argument for name, argument in arguments.items() if name not in _PARAMETERS[:4]}
     # A token alone sees all there is: that mask masks nothing, and is not causal eagerly either.
-    call.kwargs = left | {"is_causal": mask.kind == "causal"}
+    call.kwargs = kept | {"is_causal": mask.kind == "causal"}
     _drop_unread([argument, key, value])
     return True
 
@@ -151,7 +151,7 @@ def _drop_unread(nodes: Iterable[fx.Node]) -> None:
             _drop_unread(operands)
 
 
-def _sources(mask: fx.Node, outside: Mapping[fx.Node, Any]) -> dict[fx.Node, fx.Node] | None:
+def _collect_sources(mask: fx.Node, outside: Mapping[fx.Node, Any]) -> dict[fx.Node, fx.Node] | None:
     """All values that a mask is computed from and the mask itself, in order; ``None`` if they are not all known.
 
     Sizes, which are numbers or symbols and not tensors, are not among them.
@@ -187,7 +187,7 @@ _SIZES = (int, torch.SymInt)
 
 def _classify(mask: fx.Node, outside: Mapping[fx.Node, Any]) -> _Mask | None:
     """Prove what a mask masks; ``None`` if it depends on inputs."""
-    sources, value = _sources(mask, outside), mask.meta.get("example_value")
+    sources, value = _collect_sources(mask, outside), mask.meta.get("example_value")
     if sources is None or not isinstance(value, torch.Tensor) or value.dim() < 2:
         return None
     with without_modes(), torch.device("cpu"), torch.no_grad():
@@ -195,10 +195,10 @@ def _classify(mask: fx.Node, outside: Mapping[fx.Node, Any]) -> _Mask | None:
         # By form first, which holds for all sizes; by values only where all sizes are known.
         for node, computed in sources.items():
             forms[node] = index_form(node, forms) if computed is node else forms[computed]
-        kind = _kind_of_form(forms[mask], value.dtype)
+        kind = _classify_form(forms[mask], value.dtype)
         if kind is None:
-            values = _values(sources)
-            kind = _kind_of_values(values[mask]) if values is not None else None
+            values = _compute_values(sources)
+            kind = _classify_values(values[mask]) if values is not None else None
     return _Mask(kind, forms[mask], tuple(sources))
 
 
@@ -210,16 +210,16 @@ def _fits(mask: torch.Tensor, kind: _Kind, arguments: Mapping[str, Any]) -> bool
         return False
     pairs = [*zip(reversed(mask.shape), reversed(scores), strict=False)]
     # A mask of other sizes would broadcast the result.
-    same_result = all(_equal(size, 1) or _equal(size, of) for size, of in pairs)
-    square = _equal(scores[-2], scores[-1]) and all(_equal(size, of) for size, of in pairs[:2])
+    same_result = all(_is_equal(size, 1) or _is_equal(size, score_size) for size, score_size in pairs)
+    square = _is_equal(scores[-2], scores[-1]) and all(_is_equal(size, score_size) for size, score_size in pairs[:2])
     return same_result and (square or kind != "causal")
 
 
-def _equal(one: Any, other: Any) -> bool:
-    return bool(statically_known_true(one == other))
+def _is_equal(first: Any, second: Any) -> bool:
+    return bool(statically_known_true(first == second))
 
 
-def _kind_of_form(form: IndexForm | None, dtype: torch.dtype) -> _Kind | None:
+def _classify_form(form: IndexForm | None, dtype: torch.dtype) -> _Kind | None:
     kept, masked = (True, False) if dtype is torch.bool else (0, -torch.inf)
     if isinstance(form, Affine) and form.is_constant and form.offset == kept:
         return "nothing masked"
@@ -231,7 +231,7 @@ def _kind_of_form(form: IndexForm | None, dtype: torch.dtype) -> _Kind | None:
     return "causal" if condition == Affine((*across, -1, 1), 0) else None
 
 
-def _values(sources: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, torch.Tensor] | None:
+def _compute_values(sources: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, torch.Tensor] | None:
     """Compute values on the CPU; ``None`` if they are large, or depend on symbols."""
     examples = [node.meta["example_value"] for node in sources]
     if any(isinstance(size, torch.SymInt) for value in examples for size in (*value.shape, *value.stride())):
@@ -246,7 +246,7 @@ def _values(sources: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, torch.Tensor] |
     return values
 
 
-def _kind_of_values(mask: torch.Tensor) -> _Kind | None:
+def _classify_values(mask: torch.Tensor) -> _Kind | None:
     kept = mask if mask.dtype is torch.bool else mask == 0
     if mask.dtype is not torch.bool and not bool((kept | (mask == -torch.inf)).all()):
         return None
@@ -256,7 +256,7 @@ def _kind_of_values(mask: torch.Tensor) -> _Kind | None:
     return "causal" if bool((kept == causal).all()) else None
 
 
-def _repeated(copies: fx.Node) -> fx.Node | None:
+def _find_repeated_heads(copies: fx.Node) -> fx.Node | None:
     """The keys or values of which each head was copied for a group of queries; ``None`` if they are no such copies.
 
     ``heads[:, :, None, :, :].expand(batch, heads, group, length, size).reshape(batch, heads * group, length, size)``
@@ -268,17 +268,17 @@ def _repeated(copies: fx.Node) -> fx.Node | None:
     if not isinstance(indexed, fx.Node) or indexed.target is not operator.getitem:
         return None
     heads, index = indexed.args
-    every = slice(None)
-    if not isinstance(heads, fx.Node) or index != (every, every, None, every, every):
+    full = slice(None)
+    if not isinstance(heads, fx.Node) or index != (full, full, None, full, full):
         return None
-    batch, count, group, *rest = expanded.meta["example_value"].shape
+    batch, count, group, *trailing = expanded.meta["example_value"].shape
     shape = copies.meta["example_value"].shape
-    same = len(shape) == 4 and all(map(_equal, shape, (batch, count * group, *rest)))
-    return heads if same and _equal(count, heads.meta["example_value"].shape[1]) else None
+    same = len(shape) == 4 and all(map(_is_equal, shape, (batch, count * group, *trailing)))
+    return heads if same and _is_equal(count, heads.meta["example_value"].shape[1]) else None
 
 
 def _has_number(node: fx.Node, number: Any) -> bool:
-    return any(_equal(argument, number) for argument in node.args if type(argument) is int)
+    return any(_is_equal(argument, number) for argument in node.args if type(argument) is int)
 
 
 def _is_grouped_eagerly(call: fx.Node, key: fx.Node, value: fx.Node, sources: Iterable[fx.Node]) -> bool:

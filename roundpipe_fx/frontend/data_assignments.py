@@ -34,7 +34,7 @@ def copy_assigned_data(module: fx.GraphModule) -> None:
     for node in assignments:
         source = find_source(node)
         if len(node.args) != 2 or node.kwargs or not _is_new(node):
-            raise _refused("whose memory something else reads or writes", source)
+            raise _make_error("whose memory something else reads or writes", source)
         node.target, node.args = _ASSIGNMENTS[node.target], (*node.args, source)
     if assignments:
         module.recompile()
@@ -60,8 +60,8 @@ def _memory(node: fx.Node) -> int | None:
 def _assign(old: torch.Tensor, value: torch.Tensor, source: str) -> torch.Tensor:
     # Dynamo's own example of the input has become the value, so that shapes are known no sooner than here.
     if old.shape != value.shape or old.dtype != value.dtype or old.device != value.device:
-        kind = f"{_kind(value)}, where it has {_kind(old)}"
-        raise _refused(f"of another shape, dtype or device: {kind}", source)
+        kind = f"{_describe(value)}, where it has {_describe(old)}"
+        raise _make_error(f"of another shape, dtype or device: {kind}", source)
     return old.copy_(value)
 
 
@@ -76,11 +76,11 @@ _ASSIGNMENTS: Mapping[Any, Callable[..., torch.Tensor]] = {
 }
 
 
-def _kind(value: torch.Tensor) -> str:
+def _describe(value: torch.Tensor) -> str:
     return f"{value.dtype}{list(value.shape)} on {value.device}".removeprefix("torch.")
 
 
-def _refused(why: str, source: str) -> DataAssignmentError:
+def _make_error(why: str, source: str) -> DataAssignmentError:
     return DataAssignmentError(
         f"The forward assigns data to a buffer or a parameter {why}. A compiled model cannot exchange the memory of "
         "its tensors. Write `tensor.copy_(value)`, or assign `value.clone()`, or assign the attribute anew "

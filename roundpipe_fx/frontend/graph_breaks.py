@@ -81,17 +81,17 @@ def around_compilations(
             if limit is None:
                 raise
             line = UserLine(frame.code.co_filename, frame.code.co_firstlineno, frame.code.co_qualname)
-            raise type(error)(_text_of_limit(line, limit, budget, is_error=True)) from error
+            raise type(error)(_describe_limit(line, limit, budget, is_error=True)) from error
     for line, reason, limit in untraced:
         outside(line, reason)
         if limit is not None:
-            text = _text_of_limit(line, limit, budget, is_error=False)
+            text = _describe_limit(line, limit, budget, is_error=False)
             _warn_once(line, f"roundpipe_fx: {text}", warned)
             continue
         parts = f"{line.function} runs eagerly; the functions that it calls are compiled separately."
-        what, _, why = reason.partition("\n")
+        summary, _, why = reason.partition("\n")
         explained = why.strip().removeprefix("Explanation: ").partition("\n")[0]
-        _warn(line, parts, f"{what}. {explained}", warned, budgeted)
+        _warn(line, parts, f"{summary}. {explained}", warned, budgeted)
     reported = {line for line, _, _ in untraced}
     for broke in broken:  # breaks with nothing to compile before them have not been reported yet
         if torch_private.line_of_break(broke) not in reported:
@@ -116,7 +116,7 @@ def _warn_once(line: UserLine, text: str, warned: set[UserLine]) -> None:
 _EQUAL_TO_NUMBER = re.compile(r"(.*\S)\s*==\s*[-+\d.einf]+")
 
 
-def _text_of_limit(line: UserLine, limit: RecompileLimit, budget: int | float | None, is_error: bool) -> str:
+def _describe_limit(line: UserLine, limit: RecompileLimit, budget: int | float | None, is_error: bool) -> str:
     """Say that a limit on compilations was reached, what that means for a budget, and what to change.
 
     Args:
@@ -125,7 +125,7 @@ def _text_of_limit(line: UserLine, limit: RecompileLimit, budget: int | float | 
         is_error: whether the call failed. Otherwise it ran eagerly.
     """
     kept = "no plan applies" if budget is None else f"the memory_budget of {_budget_text(budget)} is not kept"
-    then = "the call failed" if is_error else f"{kept} from now on"
+    effect = "the call failed" if is_error else f"{kept} from now on"
     number = _EQUAL_TO_NUMBER.fullmatch(limit.guard)
     eagerly = (
         ""
@@ -141,11 +141,11 @@ def _text_of_limit(line: UserLine, limit: RecompileLimit, budget: int | float | 
         )
     else:
         why = f" It was compiled last for: {limit.guard}." if limit.guard else ""
-    more = "" if is_error else " Use fullgraph=True to make this an error."
+    advice = "" if is_error else " Use fullgraph=True to make this an error."
     return (
-        f"the recompile limit was reached, so {then}: {line.function} ({line.file}:{line.number}) was compiled as "
+        f"the recompile limit was reached, so {effect}: {line.function} ({line.file}:{line.number}) was compiled as "
         f"often as torch._dynamo.config.{limit.name} ({limit.number}) allows.{eagerly}{why} Or raise the limit. "
-        f"TORCH_LOGS=recompiles tells of each compilation.{more}"
+        f"TORCH_LOGS=recompiles tells of each compilation.{advice}"
     )
 
 

@@ -88,20 +88,20 @@ def pure_operation(node: fx.Node) -> str | None:
     return name if name in _PURE else None
 
 
-def index_form(node: fx.Node, known: Mapping[fx.Node, IndexForm | None]) -> IndexForm | None:
+def index_form(node: fx.Node, forms: Mapping[fx.Node, IndexForm | None]) -> IndexForm | None:
     """The form of a value of Dynamo's graph; ``None`` if it has none that is known.
 
     Args:
         node: a pure operation (:func:`pure_operation`) whose result is a tensor.
-        known: the forms of its operands.
+        forms: the forms of its operands.
     """
     result, name = node.meta.get("example_value"), pure_operation(node)
-    if not isinstance(result, torch.Tensor) or name is None or any(size == 0 for size in _numbers(result.shape)):
+    if not isinstance(result, torch.Tensor) or name is None or any(size == 0 for size in _plain_sizes(result.shape)):
         return None
-    operation = _Operation(node, name, result, known)
+    operation = _Operation(node, name, result, forms)
     rule = _RULES.get(name)
     form = rule(operation) if rule is not None else None
-    return None if form is None else _settled(form, result.shape)
+    return None if form is None else _normalize(form, result.shape)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class _Operation:
         """Tell if every size of an operand is the result's or the number 1: a symbol might be 1 as well."""
         sizes, results = operand.meta["example_value"].shape, self.result.shape
         pairs = zip(reversed(sizes), reversed(results), strict=False)
-        return all(_numbers([size]) == [1] or statically_known_true(size == result) for size, result in pairs)
+        return all(_plain_sizes([size]) == [1] or statically_known_true(size == result) for size, result in pairs)
 
     def constant(self, number: Any) -> IndexForm | None:
         """A number as it is in a tensor of the result's dtype."""
@@ -134,44 +134,46 @@ class _Operation:
         return Affine((0,) * self.result.dim(), torch.full((), number, dtype=self.result.dtype).item())
 
 
-def _numbers(shape: Sequence[Any]) -> list[int]:
+def _plain_sizes(shape: Sequence[Any]) -> list[int]:
     """Sizes that are plain numbers: comparing a symbol would guard on it."""
     return [size for size in shape if isinstance(size, int)]
 
 
-def _flat(form: Affine, shape: Sequence[Any]) -> Affine:
+def _drop_unit_slopes(form: Affine, shape: Sequence[Any]) -> Affine:
     """Without slopes in dimensions of size 1, which broadcast."""
-    is_one = [isinstance(size, int) and size == 1 for size in shape]
-    return Affine(tuple(0 if one else slope for slope, one in zip(form.slopes, is_one, strict=True)), form.offset)
+    are_units = [isinstance(size, int) and size == 1 for size in shape]
+    return Affine(
+        tuple(0 if is_unit else slope for slope, is_unit in zip(form.slopes, are_units, strict=True)), form.offset
+    )
 
 
 def _bounds(form: Affine, shape: Sequence[Any]) -> tuple[float, float]:
     """The least and the largest value at the indices of a shape; a symbolic size may be any."""
-    least = most = float(form.offset)
+    lower = upper = float(form.offset)
     # Example: 1 + 2·i - j for i < 4 and j < 3: the offset is 1, i adds 0 to 6, j adds -2 to 0.
     # So the least value is -1 and the most is 7.
     for slope, size in zip(form.slopes, shape, strict=True):
         if slope:
             # A symbolic size has no upper bound: an index may be as large as one likes.
             end = slope * (size - 1 if isinstance(size, int) else math.inf)
-            least, most = least + min(end, 0), most + max(end, 0)
-    return least, most
+            lower, upper = lower + min(end, 0), upper + max(end, 0)
+    return lower, upper
 
 
-def _settled(form: IndexForm, shape: Sequence[Any]) -> IndexForm:
+def _normalize(form: IndexForm, shape: Sequence[Any]) -> IndexForm:
     """A form in its only spelling, by which equal ones are known, without conditions that sizes decide."""
     if isinstance(form, Affine):
-        return _flat(form, shape)
+        return _drop_unit_slopes(form, shape)
     strictest: dict[tuple[int, ...], Affine] = {}
     # Conditions that can never hold make the whole form the outside constant; those that always hold are dropped; of
     # parallel ones the strictest stays.
     for condition in form.conditions:
-        condition = _flat(condition, shape)
-        least, most = _bounds(condition, shape)
-        if least > 0:
+        condition = _drop_unit_slopes(condition, shape)
+        lower, upper = _bounds(condition, shape)
+        if lower > 0:
             return Affine((0,) * len(shape), form.outside)
-        other = strictest.get(condition.slopes)
-        if most > 0 and (other is None or condition.offset > other.offset):
+        same_slopes = strictest.get(condition.slopes)
+        if upper > 0 and (same_slopes is None or condition.offset > same_slopes.offset):
             strictest[condition.slopes] = condition
     if not strictest or (form.inside == form.outside and type(form.inside) is type(form.outside)):
         return Affine((0,) * len(shape), form.inside)
@@ -194,7 +196,7 @@ def conditions_of(form: IndexForm) -> list[Affine] | None:
     return None
 
 
-def _remapped(form: IndexForm | None, remap: Callable[[Affine], Affine | None]) -> IndexForm | None:
+def _remap_indices(form: IndexForm | None, remap: Callable[[Affine], Affine | None]) -> IndexForm | None:
     """The same values at other indices."""
     if form is None or isinstance(form, Affine):
         return None if form is None else remap(form)
@@ -203,7 +205,7 @@ def _remapped(form: IndexForm | None, remap: Callable[[Affine], Affine | None]) 
     return Choice(frozenset(conditions), form.inside, form.outside) if known else None
 
 
-def _aligned(form: IndexForm, dims: int) -> IndexForm:
+def _align_dims(form: IndexForm, dims: int) -> IndexForm:
     """With as many dimensions as what it is broadcast to."""
 
     def align(form: Affine) -> Affine:
@@ -238,7 +240,7 @@ def _same(operation: _Operation) -> IndexForm | None:
 
 def _expanded(operation: _Operation) -> IndexForm | None:
     form = _same(operation)
-    return None if form is None else _aligned(form, operation.result.dim())
+    return None if form is None else _align_dims(form, operation.result.dim())
 
 
 def _unsqueezed(operation: _Operation) -> IndexForm | None:
@@ -248,7 +250,7 @@ def _unsqueezed(operation: _Operation) -> IndexForm | None:
         position = dim % dims
         return Affine((*form.slopes[:position], 0, *form.slopes[position:]), form.offset)
 
-    return _remapped(_same(operation), insert)
+    return _remap_indices(_same(operation), insert)
 
 
 def _transposed(operation: _Operation) -> IndexForm | None:
@@ -260,7 +262,7 @@ def _transposed(operation: _Operation) -> IndexForm | None:
         slopes[first], slopes[second] = slopes[second], slopes[first]
         return Affine(tuple(slopes), form.offset)
 
-    return _remapped(_same(operation), swap)
+    return _remap_indices(_same(operation), swap)
 
 
 def _constant_of_other_shape(operation: _Operation) -> IndexForm | None:
@@ -276,12 +278,12 @@ def _indexed(operation: _Operation) -> IndexForm | None:
     index = index if isinstance(index, tuple) else (index,)
     if any(isinstance(item, fx.Node | list) for item in index):
         is_whole = len(index) == source.meta["example_value"].dim()
-        return _constant_of_other_shape(operation) or (_gathered(operation, source, index) if is_whole else None)
+        return _constant_of_other_shape(operation) or (_gather(operation, source, index) if is_whole else None)
     value = source.meta["example_value"]
-    return _remapped(operation.form(source), lambda form: _sliced(form, index, value.dim()))
+    return _remap_indices(operation.form(source), lambda form: _slice(form, index, value.dim()))
 
 
-def _gathered(operation: _Operation, source: fx.Node, index: Sequence[Any]) -> IndexForm | None:
+def _gather(operation: _Operation, source: fx.Node, index: Sequence[Any]) -> IndexForm | None:
     """Indexing by tensors of whole numbers, one for each dimension, which are broadcast: ``positions[batch, column]``.
 
     If ``positions[i, j]`` is ``j + 1`` and ``column[k]`` is ``2 * k``, the result at ``k`` is ``2 * k + 1``.
@@ -296,31 +298,31 @@ def _gathered(operation: _Operation, source: fx.Node, index: Sequence[Any]) -> I
         if not isinstance(form, Affine) or _bounds(form, value.shape)[0] < 0:
             indices.append(None)
         else:
-            indices.append(_flat(form, value.shape))
+            indices.append(_drop_unit_slopes(form, value.shape))
 
     def compose(form: Affine) -> Affine | None:
         slopes, offset = [0] * operation.result.dim(), form.offset
-        for slope, of_index in zip(form.slopes, indices, strict=True):
+        for slope, tensor_form in zip(form.slopes, indices, strict=True):
             if not slope:  # the same at every index
                 continue
-            if of_index is None:
+            if tensor_form is None:
                 return None
             # Their last dimensions are the result's.
-            for dim, of_dim in enumerate(of_index.slopes, len(slopes) - len(of_index.slopes)):
-                slopes[dim] += slope * of_dim
-            offset += slope * of_index.offset
+            for dim, dim_slope in enumerate(tensor_form.slopes, len(slopes) - len(tensor_form.slopes)):
+                slopes[dim] += slope * dim_slope
+            offset += slope * tensor_form.offset
         return Affine(tuple(slopes), offset)
 
-    return _remapped(operation.form(source), compose)
+    return _remap_indices(operation.form(source), compose)
 
 
-def _sliced(form: Affine, index: Sequence[Any], dims: int) -> Affine | None:
+def _slice(form: Affine, index: Sequence[Any], dims: int) -> Affine | None:
     """Indexing by slices, numbers, ``None`` and ``...``; ``None`` where a place is counted from the end."""
     named = sum(item is not None and item is not Ellipsis for item in index)
-    rest = [slice(None)] * (dims - named)
+    trailing = [slice(None)] * (dims - named)
     # An ellipsis stands for as many full slices as dimensions are left.
     position = next((position for position, item in enumerate(index) if item is Ellipsis), None)
-    full = [*index, *rest] if position is None else [*index[:position], *rest, *index[position + 1 :]]
+    full = [*index, *trailing] if position is None else [*index[:position], *trailing, *index[position + 1 :]]
     slopes, offset, remaining = [], form.offset, list(form.slopes)
     for item in full:
         if item is None:
@@ -342,7 +344,7 @@ def _sliced(form: Affine, index: Sequence[Any], dims: int) -> Affine | None:
     return Affine(tuple(slopes), offset)
 
 
-def _differences(operation: _Operation) -> IndexForm | None:
+def _difference(operation: _Operation) -> IndexForm | None:
     form, before = operation.form(operation.argument(0, "input")), operation.argument(3, "prepend")
     is_plain = operation.argument(1, "n", 1) == 1 and operation.argument(4, "append") is None
     if not isinstance(form, Affine) or not is_plain or operation.result.dtype not in _COUNTING:
@@ -352,14 +354,14 @@ def _differences(operation: _Operation) -> IndexForm | None:
     # With `prepend` the first difference has to be the slope as well: the prepended value is the one before the first.
     if before is not None:
         shape = before.meta["example_value"].shape
-        if _numbers([shape[dim]]) != [1] or operation.form(before) != _flat(
+        if _plain_sizes([shape[dim]]) != [1] or operation.form(before) != _drop_unit_slopes(
             Affine(form.slopes, form.offset - slope), shape
         ):
             return None
     return Affine((0,) * len(form.slopes), slope)
 
 
-def _cumulated(operation: _Operation) -> IndexForm | None:
+def _cumulative_sum(operation: _Operation) -> IndexForm | None:
     form, dim = operation.form(operation.argument(0, "input")), operation.argument(1, "dim")
     if not isinstance(form, Affine) or not form.is_constant or operation.result.dtype not in _COUNTING:
         return None
@@ -382,26 +384,32 @@ def _triangle(operation: _Operation) -> IndexForm | None:
 def _elementwise(operation: _Operation) -> IndexForm | None:
     node, dims = operation.node, operation.result.dim()
     operands = [item for item in (*node.args, *node.kwargs.values()) if isinstance(item, fx.Node | bool | int | float)]
-    known = [operation.form(item) for item in operands]
-    if not known or any(form is None for form in known) or not all(map(operation.broadcasts, node.all_input_nodes)):
+    operand_forms = [operation.form(item) for item in operands]
+    if (
+        not operand_forms
+        or any(form is None for form in operand_forms)
+        or not all(map(operation.broadcasts, node.all_input_nodes))
+    ):
         return None
-    forms = [_aligned(form, dims) for form in known if form is not None]
+    forms = [_align_dims(form, dims) for form in operand_forms if form is not None]
     choices = [form for form in forms if isinstance(form, Choice)]
     if not choices:
         if all(isinstance(form, Affine) and form.is_constant for form in forms):
-            return Affine((0,) * dims, _computed(node, dict(zip(operands, _offsets(forms), strict=True))))
-        return _of_affine(operation, forms)
+            return Affine((0,) * dims, _compute_element(node, dict(zip(operands, _offsets(forms), strict=True))))
+        return _combine_affine(operation, forms)
     # Two different regions: only their intersection has a form, which a boolean AND is.
     if len({choice.conditions for choice in choices}) > 1:
         conditions = [conditions_of(form) for form in forms]
         if operation.name not in _AND or operation.result.dtype is not torch.bool or None in conditions:
             return None
-        return Choice(frozenset(one for several in conditions if several is not None for one in several), True, False)
+        return Choice(
+            frozenset(condition for of_form in conditions if of_form is not None for condition in of_form), True, False
+        )
     if not all(isinstance(form, Choice) or form.is_constant for form in forms):
         return None
     # Both constants of the choice are computed by the operation itself, so its rounding and dtypes are exact.
     inside, outside = (
-        _computed(node, dict(zip(operands, numbers, strict=True)))
+        _compute_element(node, dict(zip(operands, numbers, strict=True)))
         for numbers in (
             [form.inside if isinstance(form, Choice) else form.offset for form in forms],
             [form.outside if isinstance(form, Choice) else form.offset for form in forms],
@@ -414,7 +422,7 @@ def _offsets(forms: Sequence[IndexForm]) -> list[Number]:
     return [form.offset for form in forms if isinstance(form, Affine)]
 
 
-def _computed(node: fx.Node, numbers: Mapping[Any, Number]) -> Number:
+def _compute_element(node: fx.Node, numbers: Mapping[Any, Number]) -> Number:
     """Compute an elementwise operation on one element of each operand."""
 
     def element(operand: fx.Node) -> torch.Tensor:
@@ -438,7 +446,7 @@ def run_on_host(node: fx.Node, values: Mapping[fx.Node, torch.Tensor]) -> torch.
     return node.target(*args, **kwargs)
 
 
-def _of_affine(operation: _Operation, forms: Sequence[IndexForm]) -> IndexForm | None:
+def _combine_affine(operation: _Operation, forms: Sequence[IndexForm]) -> IndexForm | None:
     """Sums and comparisons of integers that depend on their indices."""
     values = [item.meta["example_value"] for item in operation.node.all_input_nodes]
     left, right = forms[0], forms[-1]
@@ -459,8 +467,8 @@ def _of_affine(operation: _Operation, forms: Sequence[IndexForm]) -> IndexForm |
         return Choice(frozenset([_sum(*((right, left) if swapped else (left, right)), -1, strict)]), True, False)
     if name in ("eq", "ne"):
         difference = _sum(left, right, -1, 0)
-        least, most = _bounds(difference, shape)
-        apart = least > 0 or most < 0
+        lower, upper = _bounds(difference, shape)
+        apart = lower > 0 or upper < 0
         return Affine((0,) * len(shape), name == "ne") if apart else None
     return _sum(left, right, {"add": 1, "sub": -1}[name], 0) if name in ("add", "sub") else None
 
@@ -470,7 +478,7 @@ _COMPARED = {"le": (False, 0), "lt": (False, 1), "ge": (True, 0), "gt": (True, 1
 
 
 def _sum(left: Affine, right: Affine, sign: int, beyond: int) -> Affine:
-    slopes = tuple(one + sign * other for one, other in zip(left.slopes, right.slopes, strict=True))
+    slopes = tuple(first + sign * second for first, second in zip(left.slopes, right.slopes, strict=True))
     return Affine(slopes, left.offset + sign * right.offset + beyond)
 
 
@@ -492,8 +500,8 @@ _RULES: Mapping[str, Callable[[_Operation], IndexForm | None]] = {
     **dict.fromkeys(("transpose", "swapaxes", "t"), _transposed),
     **dict.fromkeys(("view", "reshape", "flatten", "repeat", "squeeze", "permute"), _constant_of_other_shape),
     "getitem": _indexed,
-    "diff": _differences,
-    "cumsum": _cumulated,
+    "diff": _difference,
+    "cumsum": _cumulative_sum,
     **dict.fromkeys(("tril", "triu"), _triangle),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "where", "masked_fill"), _elementwise),
     **dict.fromkeys(("and", "or", "xor", "invert", "inv", "__and__", "__or__", "__invert__"), _elementwise),

@@ -38,7 +38,7 @@ class InvalidBackwardError(PassedThrough, RuntimeError):
 def is_of_backward(error: BaseException) -> bool:
     """Tell whether autograd raised an error in a backward, not the model in its forward."""
     text = str(error)
-    return any(known in text for known in _ERRORS)
+    return any(message in text for message in _ERRORS)
 
 
 def warn_of_invalid_backward(error: InvalidBackwardError) -> None:
@@ -61,12 +61,12 @@ def eager_graph(module: fx.GraphModule) -> Callable[..., Any]:
     graph.output(graph.graph_copy(module.graph, copies))
     for node in graph.nodes:
         node.meta = {}
-    made: list[fx.GraphModule] = []
+    graphs: list[fx.GraphModule] = []
 
     def run(*arguments: Any) -> Any:
-        if not made:
-            made.append(fx.GraphModule(module, graph))
-        return made[0](*arguments)
+        if not graphs:
+            graphs.append(fx.GraphModule(module, graph))
+        return graphs[0](*arguments)
 
     return run
 

@@ -41,8 +41,8 @@ def opaque_backwards(module: fx.GraphModule) -> Iterator[list[OpaqueCall]]:
     calls: list[OpaqueCall] = []
     # The registered functions are exchanged for the time of the capture, and restored whatever happens.
     for definition, (backward, setup_context) in zip(definitions, originals, strict=True):
-        definition._backward_fn = _traceable(definition._qualname, backward, calls)
-        definition._setup_context_fn = _remembering(setup_context)
+        definition._backward_fn = _wrap_backward(definition._qualname, backward, calls)
+        definition._setup_context_fn = _record_inputs(setup_context)
     try:
         yield calls
     finally:
@@ -70,7 +70,7 @@ class OpaqueCall:
 
     Attributes:
         needs: which inputs of the operator need a gradient, as in the context.
-        wanted: the same for tensors only, flattened.
+        is_needed: the same for tensors only, flattened.
         template: saved tensors, attributes of the context and incoming gradients, with slots for tensors and sizes
             (:mod:`roundpipe_fx.frontend.call_template`).
         inputs: properties of each input that needs a gradient.
@@ -78,7 +78,7 @@ class OpaqueCall:
 
     function: Callable[..., Any]
     needs: Any
-    wanted: tuple[bool, ...]
+    is_needed: tuple[bool, ...]
     template: Any
     inputs: tuple[_ValueSpec, ...]
 
@@ -102,16 +102,16 @@ class _Context:
             setattr(self, name, value)
 
 
-_inputs_of: weakref.WeakKeyDictionary[Any, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
+_recorded_inputs: weakref.WeakKeyDictionary[Any, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
 """By autograd context: shape and properties of each flattened input of the operator, and their structure."""
 _NOT_THE_USERS = ("needs_input_grad", "_pt_metadata")
 """Attributes of a context that are not set by the operator's ``setup_context``."""
 
 
-def _remembering(setup_context: Callable[..., Any] | None) -> Callable[..., Any]:
+def _record_inputs(setup_context: Callable[..., Any] | None) -> Callable[..., Any]:
     """Wrap ``setup_context`` so that shapes and layouts of the operator's inputs are recorded for the context."""
 
-    def remember(ctx: Any, inputs: tuple[Any, ...], output: Any, **keywords: Any) -> Any:
+    def record(ctx: Any, inputs: tuple[Any, ...], output: Any, **keywords: Any) -> Any:
         # What the backward needs to know of its inputs is noted in the forward, when the inputs themselves are known.
         leaves, structure = tree_flatten(inputs)
         kinds = [
@@ -120,10 +120,10 @@ def _remembering(setup_context: Callable[..., Any] | None) -> Callable[..., Any]
             else None
             for value in leaves
         ]
-        _inputs_of[ctx] = kinds, structure
+        _recorded_inputs[ctx] = kinds, structure
         return setup_context(ctx=ctx, inputs=inputs, output=output, **keywords) if setup_context else None
 
-    return remember
+    return record
 
 
 def _order(value: torch.Tensor) -> tuple[int, ...]:
@@ -131,7 +131,7 @@ def _order(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
-def _traceable(name: str, original: Callable[..., Any], calls: list[OpaqueCall]) -> Callable[..., Any]:
+def _wrap_backward(name: str, original: Callable[..., Any], calls: list[OpaqueCall]) -> Callable[..., Any]:
     def backward(context: Any, *gradients: Any) -> Any:
         # A backward that can be traced is traced: an opaque one cannot be cut, fused or recomputed in part.
         if torch_private.traces(lambda: original(context, *gradients), gradients):
@@ -144,35 +144,39 @@ def _traceable(name: str, original: Callable[..., Any], calls: list[OpaqueCall])
 def _call_opaque(
     name: str, original: Callable[..., Any], context: Any, gradients: tuple[Any, ...], calls: list[OpaqueCall]
 ) -> Any:
-    kinds, structure = _inputs_of[context]
+    kinds, structure = _recorded_inputs[context]
     attributes = {key: value for key, value in vars(context).items() if key not in _NOT_THE_USERS}
     flat_needs, _ = tree_flatten(context.needs_input_grad)
-    wanted = tuple(bool(need) and kind is not None for need, kind in zip(flat_needs, kinds, strict=True))
-    needed = [kind for want, kind in zip(wanted, kinds, strict=True) if want]
+    is_needed = tuple(bool(need) and kind is not None for need, kind in zip(flat_needs, kinds, strict=True))
+    needed = [kind for needs, kind in zip(is_needed, kinds, strict=True) if needs]
     tensors: list[torch.Tensor] = []
     # Sizes are arguments too, so that symbolic ones stay symbolic.
     sizes = [size for shape, _ in needed for size in shape]
     template = empty_template((tuple(context.saved_tensors), attributes, gradients), tensors, sizes)
-    call = OpaqueCall(original, context.needs_input_grad, wanted, template, tuple(kind for _, kind in needed))
-    key, call = _registered(name, call)
+    call = OpaqueCall(original, context.needs_input_grad, is_needed, template, tuple(kind for _, kind in needed))
+    key, call = _register(name, call)
     calls.append(call)
-    made = iter(_opaque_backward(tensors, sizes, key))
-    return tuple(tree_unflatten([next(made) if want else None for want in wanted], structure))
+    results = iter(_opaque_backward(tensors, sizes, key))
+    return tuple(tree_unflatten([next(results) if needs else None for needs in is_needed], structure))
 
 
-def _registered(name: str, call: OpaqueCall) -> tuple[str, OpaqueCall]:
+def _register(name: str, call: OpaqueCall) -> tuple[str, OpaqueCall]:
     """The key of a call, and the call stored under it; both are the same for calls with equal constants."""
     digest = hashlib.sha256(repr((call.needs, call.template, call.inputs)).encode()).hexdigest()[:8]
     # A digest may be shared by different calls: they are compared by value, and numbered where they differ.
     for number in itertools.count():
         key = f"{name}/{digest}" + (f".{number}" if number else "")
-        known = _calls.get(key)
-        if known is None:
+        registered = _calls.get(key)
+        if registered is None:
             _calls[key] = call
             return key, call
-        alike = (known.function, known.wanted, known.inputs) == (call.function, call.wanted, call.inputs)
-        if alike and is_same_template((known.needs, known.template), (call.needs, call.template)):
-            return key, known
+        alike = (registered.function, registered.is_needed, registered.inputs) == (
+            call.function,
+            call.is_needed,
+            call.inputs,
+        )
+        if alike and is_same_template((registered.needs, registered.template), (call.needs, call.template)):
+            return key, registered
     raise AssertionError
 
 
@@ -181,28 +185,28 @@ def _opaque_backward(tensors: Sequence[torch.Tensor], sizes: Sequence[int], key:
     call = _calls[key]
     saved, attributes, gradients = fill_template(call.template, tensors, sizes)
     result = call.function(_Context(saved, call.needs, attributes), *gradients)
-    results = _flat_results(call, result if isinstance(result, (tuple, list)) else (result,))
-    wanted = [value for value, want in zip(results, call.wanted, strict=True) if want]
-    taken = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    made = []
-    for value, kind, shape in zip(wanted, call.inputs, _shapes(call, sizes), strict=True):
-        gradient = _empty(kind, shape).zero_() if value is None else _as_gradient(value, kind, shape)
+    results = _flatten_results(call, result if isinstance(result, (tuple, list)) else (result,))
+    needed = [value for value, needs in zip(results, call.is_needed, strict=True) if needs]
+    used_memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    gradients_of_inputs = []
+    for value, kind, shape in zip(needed, call.inputs, _shapes(call, sizes), strict=True):
+        gradient = _make_empty(kind, shape).zero_() if value is None else _as_gradient(value, kind, shape)
         if (
-            gradient.untyped_storage().data_ptr() in taken
+            gradient.untyped_storage().data_ptr() in used_memory
         ):  # results of an operator must not alias its operands or each other
             gradient = gradient.clone()
-        taken.add(gradient.untyped_storage().data_ptr())
-        made.append(gradient)
-    return made
+        used_memory.add(gradient.untyped_storage().data_ptr())
+        gradients_of_inputs.append(gradient)
+    return gradients_of_inputs
 
 
 @_opaque_backward.register_fake
 def _(tensors: Sequence[torch.Tensor], sizes: Sequence[int], key: str) -> list[torch.Tensor]:
     call = _calls[key]
-    return [_empty(kind, shape) for kind, shape in zip(call.inputs, _shapes(call, sizes), strict=True)]
+    return [_make_empty(kind, shape) for kind, shape in zip(call.inputs, _shapes(call, sizes), strict=True)]
 
 
-def _flat_results(call: OpaqueCall, results: Sequence[Any]) -> list[Any]:
+def _flatten_results(call: OpaqueCall, results: Sequence[Any]) -> list[Any]:
     """Gradients of the operator's inputs, flattened; ``None`` may stand for a whole list."""
     flat: list[Any] = []
     for need, result in zip(call.needs, results, strict=True):
@@ -215,9 +219,9 @@ def _as_gradient(value: torch.Tensor, kind: _ValueSpec, shape: Sequence[int]) ->
     """A gradient with the dtype, shape and layout of the input, as autograd would return it."""
     if tuple(value.shape) != tuple(shape):
         value = value.sum_to_size(shape)
-    if value.dtype == kind.dtype and value.stride() == _empty(kind, shape, "meta").stride():
+    if value.dtype == kind.dtype and value.stride() == _make_empty(kind, shape, "meta").stride():
         return value
-    return _empty(kind, shape).copy_(value)
+    return _make_empty(kind, shape).copy_(value)
 
 
 def _shapes(call: OpaqueCall, sizes: Sequence[int]) -> list[Sequence[int]]:
@@ -226,6 +230,6 @@ def _shapes(call: OpaqueCall, sizes: Sequence[int]) -> list[Sequence[int]]:
     return [[next(remaining) for _ in kind.order] for kind in call.inputs]
 
 
-def _empty(kind: _ValueSpec, shape: Sequence[int], device: str | None = None) -> torch.Tensor:
+def _make_empty(kind: _ValueSpec, shape: Sequence[int], device: str | None = None) -> torch.Tensor:
     outer_first = torch.empty([shape[dim] for dim in kind.order], dtype=kind.dtype, device=device or kind.device)
     return outer_first.permute([kind.order.index(dim) for dim in range(len(shape))])

@@ -71,7 +71,7 @@ def pad_packed_sequence(
     """PyTorch's, traced."""
     steps = sequence.batch_sizes.size(0) if total_length is None else total_length
     padded, lengths = pad(
-        sequence.data, sequence.batch_sizes, batch_first, float(padding_value), steps, _sequences(sequence, None)
+        sequence.data, sequence.batch_sizes, batch_first, float(padding_value), steps, _count_sequences(sequence, None)
     )
     unsorted_indices = sequence.unsorted_indices
     if unsorted_indices is None:
@@ -79,7 +79,7 @@ def pad_packed_sequence(
     return padded.index_select(0 if batch_first else 1, unsorted_indices), lengths[unsorted_indices.cpu()]
 
 
-def _sequences(packed: Any, states: tuple[Tensor, ...] | None) -> Any:
+def _count_sequences(packed: Any, states: tuple[Tensor, ...] | None) -> Any:
     """The number of sequences."""
     if hasattr(packed, "_sequences"):
         return packed._sequences
@@ -102,7 +102,7 @@ def forward(self: Any, input: Any, hx: Any = None) -> Any:
     if hx is not None:
         hx = self.permute_hidden(hx, input.sorted_indices)
         states = tuple(hx) if has_cells else (hx,)
-    sequences = _sequences(input, states)
+    sequences = _count_sequences(input, states)
     widths = (self.proj_size or self.hidden_size, self.hidden_size) if has_cells else (self.hidden_size,)
     sizes = [(self.num_layers * directions, sequences, width) for width in widths]
     if states is None:
@@ -113,31 +113,30 @@ def forward(self: Any, input: Any, hx: Any = None) -> Any:
     device = data.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     dropout = self.dropout if self.training else 0.0
-    # Several layers in one call where the kernel takes them, and one per call otherwise; ``each`` counts the weights of
-    # one layer.
+    # Several layers in one call where the kernel takes them, and one per call otherwise.
     layers = 1 if dropout > 0 or device == "cpu" else self.num_layers
-    weights, each = self._flat_weights, len(self._flat_weights) // self.num_layers
-    firsts = [state.split(layers * directions) for state in states]
-    lasts = []
-    for part, first in enumerate(zip(*firsts, strict=True)):
+    weights, weights_per_layer = self._flat_weights, len(self._flat_weights) // self.num_layers
+    initial_states = [state.split(layers * directions) for state in states]
+    final_states = []
+    for part, initial in enumerate(zip(*initial_states, strict=True)):
         # Dropout acts between layers, not before the first.
         if part and dropout > 0:
             data = torch.dropout(data, dropout, True)
-        of_part = weights[part * layers * each : (part + 1) * layers * each]
-        data, *last = recur(
+        part_weights = weights[part * layers * weights_per_layer : (part + 1) * layers * weights_per_layer]
+        data, *final = recur(
             self.mode.lower(),
             data,
             batch_sizes,
-            list(first),
-            of_part,
+            list(initial),
+            part_weights,
             self.bias,
             layers,
             self.training,
             self.bidirectional,
             autocast,
         )
-        lasts.append(last)
+        final_states.append(final)
     output = PackedSequence(data, batch_sizes, input.sorted_indices, input.unsorted_indices)
     output._sequences = sequences  # type: ignore[attr-defined]
-    hidden = tuple(torch.cat(parts) for parts in zip(*lasts, strict=True))
+    hidden = tuple(torch.cat(parts) for parts in zip(*final_states, strict=True))
     return output, self.permute_hidden(hidden if has_cells else hidden[0], input.unsorted_indices)

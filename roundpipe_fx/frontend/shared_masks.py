@@ -59,12 +59,12 @@ def _is_expanded(mask: torch.Tensor, operands: Mapping[str, Any]) -> bool:
     if mask.dim() < 3:
         return False
     sizes = [operands[name].meta["example_value"].shape[-2] for name in ("query", "key")]
-    is_full = all(map(_equal, mask.shape[-2:], sizes))
-    return is_full and not all(_equal(size, 1) for size in mask.shape[:-2])
+    is_full = all(map(_is_equal, mask.shape[-2:], sizes))
+    return is_full and not all(_is_equal(size, 1) for size in mask.shape[:-2])
 
 
-def _equal(one: Any, other: Any) -> bool:
-    return bool(statically_known_true(one == other))
+def _is_equal(first: Any, second: Any) -> bool:
+    return bool(statically_known_true(first == second))
 
 
 def _is_written_simply(condition: Affine) -> bool:
@@ -91,7 +91,7 @@ def _write(call: fx.Node, conditions: list[Affine], mask: Any, operands: Mapping
         if condition.offset:
             left = insert(operator.add, left, condition.offset) if 1 in sides else condition.offset
         terms.append(insert(operator.ge, right, left) if -1 in sides else insert(operator.le, left, right))
-    return functools.reduce(lambda one, other: insert(operator.and_, one, other), terms)
+    return functools.reduce(lambda first, second: insert(operator.and_, first, second), terms)
 
 
 def _insert(call: fx.Node, fake_mode: Any, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:

@@ -54,7 +54,7 @@ def shared_inputs(
         tuple(sorted(positions))
         for positions in by_storage.values()
         if len(positions) > 1
-        and _overlap([(inputs[position], written is None or position in written) for position in positions])
+        and _do_overlap([(inputs[position], written is None or position in written) for position in positions])
     )
     return SharedInputs(groups, tuple(_layout(inputs[position]) for group in groups for position in group))
 
@@ -69,18 +69,18 @@ def _storage_id(value: Any) -> int | None:
         return None
 
 
-def _overlap(tensors: Sequence[tuple[torch.Tensor, bool]]) -> bool:
+def _do_overlap(tensors: Sequence[tuple[torch.Tensor, bool]]) -> bool:
     """Return whether the memory between the first and the last element of a written tensor is another's too."""
     # Two reads never conflict: one of the two has to be written to.
-    for (one, writes_one), (other, writes_other) in itertools.combinations(tensors, 2):
-        if (writes_one or writes_other) and _extents_overlap(one, other):
+    for (first, writes_first), (second, writes_second) in itertools.combinations(tensors, 2):
+        if (writes_first or writes_second) and _do_extents_overlap(first, second):
             return True
     return False
 
 
-def _extents_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    (begin, end), (other_begin, other_end) = _extent(one), _extent(other)
-    return bool(begin < other_end and other_begin < end)
+def _do_extents_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    (begin, end), (second_begin, second_end) = _extent(first), _extent(second)
+    return bool(begin < second_end and second_begin < end)
 
 
 def _extent(value: torch.Tensor) -> tuple[Any, Any]:
@@ -164,10 +164,12 @@ def run_if_shared_as_traced(
         if current == expected:
             return run(*arguments)
         if eagerly is None:
-            raise SharedMemoryError(f"{_description(current, expected, written, labels)} {_REFUSED}")
+            raise SharedMemoryError(f"{_describe_overlap(current, expected, written, labels)} {_REFUSED}")
         if not warned:
             warned = True
-            warnings.warn(f"roundpipe_fx: {_description(current, expected, written, labels)} {_EAGER}", stacklevel=2)
+            warnings.warn(
+                f"roundpipe_fx: {_describe_overlap(current, expected, written, labels)} {_EAGER}", stacklevel=2
+            )
         return eagerly(*arguments)
 
     return run_or_eagerly
@@ -178,17 +180,17 @@ _EAGER = f"Calls with such inputs run eagerly, which is right, but no memory_bud
 _REFUSED = f"A pipeline cannot run them. {_ADVICE}"
 
 
-def _description(
+def _describe_overlap(
     current: SharedInputs, expected: SharedInputs, written: Collection[int], labels: Sequence[tuple[str, bool]]
 ) -> str:
     if not current.groups:
-        names = _names(expected.groups[0], labels)
+        names = _join_names(expected.groups[0], labels)
         return f"the model was compiled for inputs that share memory ({names}) and now gets some that do not."
     group = next((group for group in current.groups if group not in expected.groups), current.groups[0])
-    names = _names(group, labels)
-    return f"{names} share memory, and the model writes to {_names([p for p in group if p in written], labels)}."
+    names = _join_names(group, labels)
+    return f"{names} share memory, and the model writes to {_join_names([p for p in group if p in written], labels)}."
 
 
-def _names(positions: Sequence[int], labels: Sequence[tuple[str, bool]]) -> str:
+def _join_names(positions: Sequence[int], labels: Sequence[tuple[str, bool]]) -> str:
     names = [repr(labels[position][0]) for position in positions]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -44,17 +44,17 @@ def lower_for_sizes(
     """
     sizes = input_sizes(joint.module)
     factor = 1 + _STEP / max(len(sizes), 1)
-    most = {size.symbol: size.largest or steps_above(size.current, factor) for size in sizes}
+    largest = {size.symbol: size.largest or steps_above(size.current, factor) for size in sizes}
     exact = {size.symbol: size.largest or size.current for size in sizes}
-    attempts = [({**assumed, **most}, False), ({**assumed, **exact}, False)]
+    attempts = [({**assumed, **largest}, False), ({**assumed, **exact}, False)]
     if assumed:
         # A plan for larger data-dependent sizes also holds for smaller ones, for which the search may miss it.
         attempts.append(({**assumed, **exact}, True))
     attempts = [earlier for position, earlier in enumerate(attempts) if earlier not in attempts[:position]]
     refused: list[Infeasible[str]] = []
-    for attempt, at_most in attempts:
-        tried = joint.copy() if (attempt, at_most) != attempts[-1] else joint
-        assume_sizes(tried.module, attempt, at_most=at_most)
+    for attempt, is_upper_bound in attempts:
+        tried = joint.copy() if (attempt, is_upper_bound) != attempts[-1] else joint
+        assume_sizes(tried.module, attempt, at_most=is_upper_bound)
         result = lower(tried)
         if isinstance(result, Found):
             break
@@ -64,7 +64,7 @@ def lower_for_sizes(
         return min(refused, key=lambda infeasible: infeasible.minimum)
     for size in sizes:
         if size.largest is None:
-            size.keep_within(_least(size, factor) if recomputes(result.value) else 0, attempt[size.symbol])
+            size.keep_within(_smallest_size(size, factor) if recomputes(result.value) else 0, attempt[size.symbol])
     return result
 
 
@@ -74,5 +74,5 @@ def steps_above(size: int, factor: float) -> int:
     return size + int((factor - 1) * size) // unit * unit
 
 
-def _least(size: InputSize, factor: float) -> int:
+def _smallest_size(size: InputSize, factor: float) -> int:
     return math.ceil(size.current / factor)

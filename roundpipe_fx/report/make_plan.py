@@ -58,13 +58,13 @@ def plan_of(lowered: Lowered) -> Plan:
     segments, modules = joint.segments, lowered.modules
     options = setting.options
     plan = Plan(
-        stages=_planned_stages(joint, joint.cuts, modules, saved, setting),
+        stages=_describe_stages(joint, joint.cuts, modules, saved, setting),
         segments=(len(segments), len({segment.fingerprint for segment in segments})),
         recompute=setting.options.recompute or "none",
         budget=lowered.budget,
         peak=lowered.peak,
         trade_off=chosen.frontier if chosen is not None else (),
-        assumed=_assumed(lowered),
+        assumed=_list_assumptions(lowered),
         sizes=lowered.sizes,
         training=backward is not None,
         rates=setting.costs.rates,
@@ -72,8 +72,8 @@ def plan_of(lowered: Lowered) -> Plan:
         on_host=tuple(copy.value for copy in setting.context.host_copies),
         programs=(lowered.forward,) if backward is None else (lowered.forward, backward),
         read_operations=chosen.read_operations if chosen is not None else None,
-        read_step=_reader(lowered),
-        read_in_tiles=_tiles_reader(lowered),
+        read_step=_make_reader(lowered),
+        read_in_tiles=_make_tiles_reader(lowered),
         tiles=planned_tiles(joint),
         dropped_bytes=output_bytes(joint, joint.dropped),
         unread_bytes=output_bytes(joint, joint.unread),
@@ -106,7 +106,7 @@ def with_dropped_outputs(plan: Plan, lowered: Lowered) -> Plan:
         lowered: the programs, and the outputs that the caller drops.
     """
     dropped = output_bytes(lowered.joint, lowered.joint.dropped)
-    plan = dataclasses.replace(plan, peak=lowered.peak, dropped_bytes=dropped, read_step=_reader(lowered))
+    plan = dataclasses.replace(plan, peak=lowered.peak, dropped_bytes=dropped, read_step=_make_reader(lowered))
     if plan.read_operations is None:
         return plan
     # Other plans were looked at as if the outputs were held; they are looked for again when somebody asks.
@@ -114,12 +114,12 @@ def with_dropped_outputs(plan: Plan, lowered: Lowered) -> Plan:
     return dataclasses.replace(
         plan,
         trade_off=((plan.peak_bytes, plan.recompute_seconds),),
-        read_operations=functools.partial(_operations_dropping, plan.read_operations, names),
-        read_in_tiles=_tiles_reader(lowered),
+        read_operations=functools.partial(_read_operations_dropping, plan.read_operations, names),
+        read_in_tiles=_make_tiles_reader(lowered),
     )
 
 
-def _operations_dropping(read_operations: Callable[[], OperationGraph], names: Collection[str]) -> OperationGraph:
+def _read_operations_dropping(read_operations: Callable[[], OperationGraph], names: Collection[str]) -> OperationGraph:
     """The operations of a graph for a caller that drops outputs, by name, when the forward is over."""
     operations = read_operations()
     dropped = {storage for storage in operations.outputs if operations.values[storage].name in names}
@@ -127,16 +127,16 @@ def _operations_dropping(read_operations: Callable[[], OperationGraph], names: C
     return dataclasses.replace(operations, outputs=outputs, released=released)
 
 
-def _tiles_reader(lowered: Lowered) -> Callable[[], PlansInTiles] | None:
+def _make_tiles_reader(lowered: Lowered) -> Callable[[], PlansInTiles] | None:
     read = lowered.setting.read_in_tiles
     return None if read is None else functools.partial(read, lowered.joint.dropped)
 
 
-def _reader(lowered: Lowered) -> Callable[[], EmittedStep]:
+def _make_reader(lowered: Lowered) -> Callable[[], EmittedStep]:
     """Reads the step off its programs. It holds what is needed for that, and not the planner's result."""
     setting = lowered.setting
     return functools.partial(
-        _emitted_step,
+        _read_emitted_step,
         lowered.joint,
         lowered.modules,
         lowered.forward,
@@ -148,7 +148,7 @@ def _reader(lowered: Lowered) -> Callable[[], EmittedStep]:
     )
 
 
-def _emitted_step(
+def _read_emitted_step(
     joint: JointGraph,
     modules: Mapping[tuple[int, Phase], StageModule],
     forward: Program,
@@ -170,7 +170,7 @@ def _emitted_step(
     return EmittedStep(memory=memory, lines=emitted_lines(modules.values(), nodes))
 
 
-def _planned_stages(
+def _describe_stages(
     joint: JointGraph,
     cuts: Sequence[StageCut],
     modules: Mapping[tuple[int, Phase], StageModule],
@@ -185,16 +185,16 @@ def _planned_stages(
     for node in saved:
         saved_by_stage[node.meta[Mark.STAGE]].append(node)
     costs = ValueCosts(joint, saved)
-    same_as = _equal_stages(cuts, modules)
+    same_as = _find_equal_stages(cuts, modules)
 
     def planned(cut: StageCut) -> PlannedStage:
         index, entry_bytes = cut.index, joint.segments[cut.first].entry_bytes
-        return _planned_stage(cut, by_stage[index], saved_by_stage[index], costs, entry_bytes, same_as[index], setting)
+        return _describe_stage(cut, by_stage[index], saved_by_stage[index], costs, entry_bytes, same_as[index], setting)
 
     return tuple(map(planned, cuts))
 
 
-def _planned_stage(
+def _describe_stage(
     cut: StageCut,
     nodes: Sequence[fx.Node],
     saved: Sequence[fx.Node],
@@ -235,7 +235,9 @@ def _planned_stage(
     )
 
 
-def _equal_stages(cuts: Sequence[StageCut], modules: Mapping[tuple[int, Phase], StageModule]) -> dict[int, int | None]:
+def _find_equal_stages(
+    cuts: Sequence[StageCut], modules: Mapping[tuple[int, Phase], StageModule]
+) -> dict[int, int | None]:
     """For each stage the first one with the same modules; ``None`` for the first one itself."""
     first: dict[tuple[str, ...], int] = {}
     equal: dict[int, int | None] = {}
@@ -250,7 +252,7 @@ def _seconds(nodes: Iterable[fx.Node]) -> float:
     return sum(node.meta[Mark.SECONDS] for node in nodes)
 
 
-def _assumed(lowered: Lowered) -> dict[str, int]:
+def _list_assumptions(lowered: Lowered) -> dict[str, int]:
     """Assumptions that a step may refute: sizes that depend on data, workspaces in bytes, calls alive at once."""
     beyond_plan, step = lowered.setting.beyond_plan, lowered.setting.step
     alive = step.alive if step is not None else 1

@@ -65,15 +65,17 @@ def write_snapshot(
 
 
 def _snapshot(planned: Sequence[Sequence[_Change]], recorded: Mapping[str, Any] | None) -> dict[str, Any]:
-    laid_out = [_laid_out(changes, device) for device, changes in enumerate(planned)]
-    of_allocator = recorded or {}
-    segments = [{**segment, "device": segment["device"] + len(planned)} for segment in of_allocator.get("segments", ())]
+    laid_out = [_lay_out(changes, device) for device, changes in enumerate(planned)]
+    allocator_fields = recorded or {}
+    segments = [
+        {**segment, "device": segment["device"] + len(planned)} for segment in allocator_fields.get("segments", ())
+    ]
     return {
         "allocator_settings": {},
         "external_annotations": [],
-        **of_allocator,
+        **allocator_fields,
         "segments": [*(segment for _, segment in laid_out if segment["total_size"]), *segments],
-        "device_traces": [*(trace for trace, _ in laid_out), *of_allocator.get("device_traces", ())],
+        "device_traces": [*(trace for trace, _ in laid_out), *allocator_fields.get("device_traces", ())],
     }
 
 
@@ -142,11 +144,11 @@ def changes_of_pipeline(timeline: Timeline, stages: Sequence[PlannedStage]) -> l
             _frame("schedule.txt", 2 + bar.device, f"{action} on device {bar.device}"),
             _frame(f"stage_{action.stage}", 0, modules.get(action.stage, "")),
         ]
-        of_device = changes[bar.device]
-        number = len(of_device) // 2
+        device_changes = changes[bar.device]
+        number = len(device_changes) // 2
         if bar.bytes:
-            of_device.append(_Change(number, bar.bytes, frames, round(bar.start * 1e6)))
-            of_device.append(_Change(number, 0, frames, round(bar.end * 1e6)))
+            device_changes.append(_Change(number, bar.bytes, frames, round(bar.start * 1e6)))
+            device_changes.append(_Change(number, 0, frames, round(bar.end * 1e6)))
     return changes
 
 
@@ -193,7 +195,7 @@ def _frame(filename: str, line: int, name: str) -> dict[str, Any]:
     return {"filename": filename, "line": line, "name": name}
 
 
-def _laid_out(changes: Sequence[_Change], device: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _lay_out(changes: Sequence[_Change], device: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Changes as events at addresses of one segment, and the segment as they leave it.
 
     Each allocation gets the lowest addresses that are free for it.
@@ -221,7 +223,7 @@ def _laid_out(changes: Sequence[_Change], device: int) -> tuple[list[dict[str, A
     # First fit: addresses have no meaning but to be disjoint while values are alive.
     for change in changes:
         if change.bytes:
-            size = _aligned(change.bytes)
+            size = _align(change.bytes)
             at = next((at for at, (begin, end) in enumerate(gaps) if end - begin >= size), None)
             if at is None:
                 address, top = top, top + size
@@ -233,7 +235,7 @@ def _laid_out(changes: Sequence[_Change], device: int) -> tuple[list[dict[str, A
             events.append(event("alloc", address, change.bytes, change.frames, change.microseconds))
         else:
             address, allocation = allocated.pop(change.number)
-            _give_back(gaps, address, address + _aligned(allocation.bytes))
+            _give_back(gaps, address, address + _align(allocation.bytes))
             events += (
                 event(action, address, allocation.bytes, allocation.frames, change.microseconds)
                 for action in ("free_requested", "free_completed")
@@ -265,7 +267,7 @@ def _segment(
         if address > end:
             size = address - end
             blocks.append({"address": end, "size": size, "requested_size": 0, "state": "inactive", "frames": []})
-        size = _aligned(change.bytes)
+        size = _align(change.bytes)
         if size:
             blocks.append(
                 {
@@ -294,5 +296,5 @@ def _segment(
     }
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // _ALIGNED_TO) * _ALIGNED_TO

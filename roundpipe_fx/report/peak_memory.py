@@ -178,10 +178,10 @@ def _call_counted(run: Callable[[], Any], inputs: Sequence[Any]) -> Any:
             for size in call.freed.get(storages, ()):
                 storages._change(-size)
     # Outputs that share memory with inputs are no allocations.
-    known = {storage._cdata for reference in storages_of_inputs if (storage := reference()) is not None}
+    input_keys = {storage._cdata for reference in storages_of_inputs if (storage := reference()) is not None}
     for value in filter(_has_storage, tree_leaves(result)):
         for storages in counted_by:
-            storages._add(value.untyped_storage(), known)
+            storages._add(value.untyped_storage(), input_keys)
     return result
 
 
@@ -238,14 +238,14 @@ class _LiveStorages(TorchDispatchMode):
             with _patching:
                 _count_compiled_calls()
         # Storages of operands were allocated before: by code that is not measured, or they have been counted.
-        known = {value.untyped_storage()._cdata for value in tree_leaves((args, kwargs)) if _has_storage(value)}
+        argument_keys = {value.untyped_storage()._cdata for value in tree_leaves((args, kwargs)) if _has_storage(value)}
         with conjugates_resolved():
-            result = profile_memory(lambda: func(*args, **kwargs), "cpu", self._noting())
+            result = profile_memory(lambda: func(*args, **kwargs), "cpu", self._note_allocations())
         for value in filter(_has_storage, tree_leaves(result)):
-            self._add(value.untyped_storage(), known)
+            self._add(value.untyped_storage(), argument_keys)
         return result
 
-    def _noting(self) -> Callable[[ProfiledMemory], None]:
+    def _note_allocations(self) -> Callable[[ProfiledMemory], None]:
         before = self.live
 
         def note(memory: ProfiledMemory) -> None:

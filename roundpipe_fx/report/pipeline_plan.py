@@ -41,14 +41,14 @@ def plan_of_pipeline(graph: PipelinedGraph) -> Plan:
         loss_reduction=pipelining.loss_reduction,
         sent_bytes=sum(offload.bytes for offload in timing.offloads),
         sent_values=sum(len(offload.values) for offload in timing.offloads),
-        offloaded=_offloaded_values(pipeline, timing),
+        offloaded=_list_offloaded_values(pipeline, timing),
         host_weight_bytes=host.weights,
         host_gradient_bytes=host.gradients,
         host_value_bytes=host.values,
         host_optimizer_bytes=host.optimizer,
         gathered_bytes=timing.gathered_bytes,
         gathered=gathered_stages(pipeline.main.costs, timing),
-        mesh=_planned_mesh(pipeline, timing) if pipelining.network is not None else None,
+        mesh=_describe_mesh(pipeline, timing) if pipelining.network is not None else None,
     )
     plan = plan_of(pipeline.main.lowered)
     bandwidth = pipelining.host_bandwidth(pipeline.main.lowered.setting.costs.host)
@@ -79,7 +79,7 @@ def _corrected_makespan(
     ).makespan
 
 
-def _planned_mesh(pipeline: LoweredPipeline, timing: Timing) -> PlannedMesh:
+def _describe_mesh(pipeline: LoweredPipeline, timing: Timing) -> PlannedMesh:
     """The replicas of a pipeline, and what communication costs."""
     costs, pipelining = pipeline.main.costs, pipeline.pipelining
     alone = simulate_time(timing.schedule, pipeline.main.steps.graph, costs.without_communication())
@@ -103,12 +103,12 @@ def _seconds_within(pipeline: LoweredPipeline, timing: Timing) -> float:
     for node in pipeline.main.lowered.joint.computed():
         if is_collective(node.target):
             seconds[node.meta[Mark.STAGE], node.meta[Mark.PHASE]] += node.meta[Mark.SECONDS]
-    of_step = {step: seconds[module.stage, module.phase] for step, module in pipeline.main.steps.modules.items()}
+    step_seconds = {step: seconds[module.stage, module.phase] for step, module in pipeline.main.steps.modules.items()}
     orders = device_orders(timing.schedule)
-    return max((sum(of_step.get(step, 0.0) for step in order.steps) for order in orders), default=0.0)
+    return max((sum(step_seconds.get(step, 0.0) for step in order.steps) for order in orders), default=0.0)
 
 
-def _offloaded_values(pipeline: LoweredPipeline, timing: Timing) -> tuple[OffloadedValue, ...]:
+def _list_offloaded_values(pipeline: LoweredPipeline, timing: Timing) -> tuple[OffloadedValue, ...]:
     """The values that leave the devices, in the order in which they are computed."""
     leaving: dict[int, set[int]] = {}
     sizes: dict[int, int] = {}

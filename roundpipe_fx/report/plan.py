@@ -193,9 +193,9 @@ class Plan(Decisions):
         tiled = {(plan.bytes, plan.seconds) for plan in (*self._in_tiles.plans.plans, *stored_plans) if plan.tiles}
         if self._in_tiles.anywhere:
             # What recomputes nothing is not given up for tiles, whatever these are modelled to take.
-            return (untiled[0], *(point for point in _undominated([*untiled, *tiled]) if point != untiled[0]))
+            return (untiled[0], *(point for point in _drop_dominated([*untiled, *tiled]) if point != untiled[0]))
         lowest = min(size for size, _ in untiled)
-        return (*untiled, *_undominated(point for point in tiled if point[0] < lowest))
+        return (*untiled, *_drop_dominated(point for point in tiled if point[0] < lowest))
 
     @functools.cached_property
     def _frontier_untiled(self) -> tuple[tuple[int, float], ...]:
@@ -207,7 +207,7 @@ class Plan(Decisions):
         (chosen,) = self.trade_off
         points_untiled = [(item.peak.bytes, item.seconds) for item in search(Blocks(self.operations)).candidates]
         if chosen[1]:
-            return _undominated([chosen, *points_untiled])
+            return _drop_dominated([chosen, *points_untiled])
         return (chosen, *(point for point in points_untiled if point[0] < chosen[0]))
 
     @functools.cached_property
@@ -395,7 +395,7 @@ class Plan(Decisions):
         )
 
 
-def _undominated(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+def _drop_dominated(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """Points that no other beats in both, highest peak first."""
     best: list[tuple[int, float]] = []
     for size, seconds in sorted(points, key=lambda point: (point[1], point[0])):

@@ -141,7 +141,9 @@ def details_from_data(data: Mapping[str, Any]) -> PlanDetails:
         )
     if data["timeline"] is not None:
         bars = {
-            name: tuple(Bar(device, Action.parse(action), *rest) for device, action, *rest in data["timeline"][name])
+            name: tuple(
+                Bar(device, Action.parse(action), *fields) for device, action, *fields in data["timeline"][name]
+            )
             for name in ("predicted", "measured")
         }
         copies = tuple(
@@ -232,10 +234,10 @@ def emitted_lines(
     by_module: dict[str, list[EmittedLine]] = {}
     first: dict[str, str] = {}
     lines: dict[str, list[tuple[str, EmittedLine]]] = {}
-    every = list(modules)
-    alike = Counter(module.fingerprint for module in every)
+    all_modules = list(modules)
+    alike = Counter(module.fingerprint for module in all_modules)
     # The forward first, so that a value's computation comes before its recomputation.
-    for module in sorted(every, key=lambda module: module.phase is not Phase.FORWARD):
+    for module in sorted(all_modules, key=lambda module: module.phase is not Phase.FORWARD):
         file = first.setdefault(module.fingerprint, f"stage_{module.stage}.{module.phase}.py")
         # Modules that do the same work have one text, under the file of the first.
         if file not in lines:

@@ -58,8 +58,8 @@ def page_of_plans(plans: Sequence[str], names: Sequence[str]) -> str:
         "plans": f"[{data}]".replace("<", "\\u003c"),
     }
     page = (_FOLDER / "page.html").read_text(encoding="utf-8")
-    before, *rest = page.split("{{")
-    return before + "".join(parts[piece.partition("}}")[0]] + piece.partition("}}")[2] for piece in rest)
+    before, *placeholders = page.split("{{")
+    return before + "".join(parts[piece.partition("}}")[0]] + piece.partition("}}")[2] for piece in placeholders)
 
 
 def show_page(page: str) -> Any:

@@ -40,7 +40,7 @@ def header_lines(plan: Decisions, corrected: float | None = None) -> list[str]:
         # Within a budget the plan decides what is recomputed, and `recompute` says nothing.
         kind = f"recompute={plan.recompute!r}, training" if plan.budget is None else "training within a budget"
     total, different = plan.segments
-    cut = f"{_counted(len(plan.stages), 'stage')} of {_counted(total, 'segment')} ({different} different)"
+    cut = f"{_count_text(len(plan.stages), 'stage')} of {_count_text(total, 'segment')} ({different} different)"
     lines = [f"roundpipe_fx plan: {cut}, {kind}"]
     if plan.budget is not None:
         lines.append(f"budget: {bytes_text(plan.budget)} ({plan.budget} bytes)")
@@ -50,10 +50,10 @@ def header_lines(plan: Decisions, corrected: float | None = None) -> list[str]:
         lines.append(f"allocated outside of steps, buckets of DistributedDataParallel: {bytes_text(plan.bucket_bytes)}")
     if plan.pipeline is not None:
         lines += pipeline_lines(plan.pipeline, corrected)
-    what = "predicted peak" if plan.pipeline is None else "of one microbatch alone, predicted peak"
+    measure = "predicted peak" if plan.pipeline is None else "of one microbatch alone, predicted peak"
     libraries = f"; libraries keep {bytes_text(plan.library_bytes)} beside it" if plan.library_bytes else ""
     lines.append(
-        f"{what}: {bytes_text(plan.peak.bytes)} ({plan.peak.bytes} bytes), {moment_text(plan.peak)}{libraries}"
+        f"{measure}: {bytes_text(plan.peak.bytes)} ({plan.peak.bytes} bytes), {moment_text(plan.peak)}{libraries}"
     )
     if plan.model is not None:
         lines.append(_memory_of_device(plan, plan.model))
@@ -118,7 +118,7 @@ def moment_text(peak: PeakMoment) -> str:
     return f"in {peak.call}{at}{module}{line}"
 
 
-def _counted(count: int, noun: str) -> str:
+def _count_text(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -158,7 +158,7 @@ def pipeline_lines(pipeline: PlannedPipeline, corrected: float | None = None) ->
     checkpoint = f", checkpoint={pipeline.checkpoint!r}" if pipeline.checkpoint else ""
     return [
         f"pipelined: {pipeline.microbatches} microbatch{'' if pipeline.microbatches == 1 else 'es'} by schedule "
-        f"{pipeline.schedule!r} on {_counted(len(pipeline.devices), 'device')}{checkpoint}; "
+        f"{pipeline.schedule!r} on {_count_text(len(pipeline.devices), 'device')}{checkpoint}; "
         f"{_REDUCTIONS[pipeline.loss_reduction]}",
         f"a step: {pipeline.makespan * 1e3:.3f} ms modelled{measured}, bubble {pipeline.bubble:.1%}; predicted peaks "
         f"of the devices: {_peaks_text(pipeline.peak_bytes)}",
@@ -189,7 +189,7 @@ def _mesh_lines(pipeline: PlannedPipeline) -> list[str]:
             f"({mesh.tensor_parallel_seconds / pipeline.makespan:.1%}), beside which nothing runs"
         )
     return [
-        f"mesh: {_counted(mesh.replicas, 'replica')}{share}{groups}, {total} devices in all; the fullest has "
+        f"mesh: {_count_text(mesh.replicas, 'replica')}{share}{groups}, {total} devices in all; the fullest has "
         f"{bytes_text(pipeline.device_bytes[largest])} ({', '.join(parts)})",
         f"communication between replicas: {mesh.collective_seconds * 1e3:.3f} ms on the busiest device; without any "
         f"communication a step would be {mesh.unhidden_seconds * 1e3:.3f} ms "
@@ -217,23 +217,23 @@ def _gather_lines(pipeline: PlannedPipeline) -> list[str]:
 
 def _host_lines(pipeline: PlannedPipeline) -> list[str]:
     """Describe what a step copies to the host and from it, and the memory that it needs there."""
-    values = f"{_counted(pipeline.sent_values, 'value')} ({bytes_text(pipeline.sent_bytes)}) to the host and back"
+    values = f"{_count_text(pipeline.sent_values, 'value')} ({bytes_text(pipeline.sent_bytes)}) to the host and back"
     if not pipeline.host_to_device_bytes:
         pinned = f"a step copies {values}; pinned on the host: {bytes_text(pipeline.host_value_bytes)}"
         return [pinned] if pipeline.sent_values else []
     parts = [f"weights {bytes_text(pipeline.host_weight_bytes)}"]
     if pipeline.host_gradient_bytes:
         parts.append(f"gradients {bytes_text(pipeline.host_gradient_bytes)}")
-    left = ""
+    offloaded = ""
     if pipeline.sent_values:
         parts.append(f"values from the devices {bytes_text(pipeline.host_value_bytes)}")
-        left = f", and {values}"
+        offloaded = f", and {values}"
     optimizer = ""
     if pipeline.host_optimizer_bytes:
         optimizer = f"; optimizer {bytes_text(pipeline.host_optimizer_bytes)}"
     return [
         f"the model is on the host: a step copies {bytes_text(pipeline.host_to_device_bytes)} of it to the devices"
-        f"{left}; "
+        f"{offloaded}; "
         f"pinned on the host: {bytes_text(pipeline.host_bytes - pipeline.host_optimizer_bytes)} "
         f"({', '.join(parts)}){optimizer}",
     ]
@@ -247,8 +247,8 @@ def _peaks_text(peaks: Sequence[int]) -> str:
     shown = ", ".join(texts)
     if len(runs) <= _SHOWN:
         return shown
-    rest = sum(count for _, count in runs[_SHOWN:])
-    return f"{shown}, … {rest} more; {bytes_text(max(peaks))} at most"
+    unlisted = sum(count for _, count in runs[_SHOWN:])
+    return f"{shown}, … {unlisted} more; {bytes_text(max(peaks))} at most"
 
 
 def _listing(title: str, values: Sequence[PlannedValue], offloaded: Collection[str]) -> list[str]:
@@ -266,7 +266,7 @@ def _listing(title: str, values: Sequence[PlannedValue], offloaded: Collection[s
     return lines
 
 
-def value_explained(stage: int, fate: str, value: PlannedValue) -> str:
+def explain_value(stage: int, fate: str, value: PlannedValue) -> str:
     """Explain what happens to a value, and what the alternative would cost.
 
     Args:
@@ -292,7 +292,7 @@ def value_explained(stage: int, fate: str, value: PlannedValue) -> str:
     return f"{value.name} {value.type}{where} (stage {stage}): {text}"
 
 
-def tiles_explained(tiles: PlannedTiles) -> str:
+def explain_tiles(tiles: PlannedTiles) -> str:
     """Explain what is carried out in tiles, and what it would take as a whole."""
     where = f" in {tiles.module}" if tiles.module else ""
     return (
@@ -328,8 +328,8 @@ def explained(plan: Decisions, name: str) -> str:
         close = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.4)
         hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
         raise ValueError(f"no value and no module named {name!r} in this plan.{hint}")
-    texts = [value_explained(stage, fate, value) + _offloaded(plan, value.name) for stage, fate, value in matching]
-    return "\n".join([*texts, *map(tiles_explained, tiled)])
+    texts = [explain_value(stage, fate, value) + _offloaded(plan, value.name) for stage, fate, value in matching]
+    return "\n".join([*texts, *map(explain_tiles, tiled)])
 
 
 def _offloaded(plan: Decisions, name: str) -> str:

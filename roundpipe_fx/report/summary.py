@@ -40,52 +40,52 @@ def summary_lines(plan: Decisions, corrected: float | None = None) -> list[str]:
     # The table of divisions takes rows, so the other tables get fewer: the summary has at most 40 lines.
     mesh = plan.pipeline.mesh if plan.pipeline is not None else None
     divisions = division_lines(mesh, _ROWS) if mesh is not None else []
-    most = _FEWER_ROWS if divisions else _ROWS
-    lines = [*header_lines(plan, corrected), *divisions, *_alive(plan, most), *_stages(plan, most)]
+    limit = _FEWER_ROWS if divisions else _ROWS
+    lines = [*header_lines(plan, corrected), *divisions, *_alive(plan, limit), *_stages(plan, limit)]
     values = [value for stage in plan.stages for value in stage.recomputed]
-    lines += _recomputed(values, most)
+    lines += _recomputed(values, limit)
     lines += _hoisted([value for stage in plan.stages for value in stage.hoisted])
     return lines
 
 
-def folded(module: str) -> str:
+def fold_path(module: str) -> str:
     """The path of a module with ``*`` in place of numbers: ``model.layers.*.mlp``."""
     return _NUMBER.sub("*", module)
 
 
-def _alive(plan: Decisions, most: int) -> list[str]:
+def _alive(plan: Decisions, limit: int) -> list[str]:
     live = plan.peak.live
     if not live:
         return []
     # Gradients are one row; other values are grouped by their module, with numbers of layers folded.
     named = {"gradients": [value for value in live if value.gradient]}
-    groups = _grouped(
+    groups = _group_by(
         (value for value in live if not value.gradient),
-        lambda value: folded(value.module) or value.line or value.name,
+        lambda value: fold_path(value.module) or value.line or value.name,
     )
     named |= {_module(group) or name: group for name, group in groups.items()}
     rows = [(sum(value.bytes for value in group), f"{name}{_count(group)}") for name, group in named.items() if group]
     total = sum(size for size, _ in rows)
     rows.sort(key=lambda row: -row[0])
-    shown = [f"  {bytes_text(size):>10}  {text}" for size, text in rows[:most]]
-    rest = sum(size for size, _ in rows[most:])
+    shown = [f"  {bytes_text(size):>10}  {text}" for size, text in rows[:limit]]
+    rest = sum(size for size, _ in rows[limit:])
     return [
         f"alive at the peak: {bytes_text(total)} in {len(live)} values",
         *shown,
-        *_rest(rows, f"{bytes_text(rest)} of other modules", most),
+        *_rest(rows, f"{bytes_text(rest)} of other modules", limit),
     ]
 
 
-def _stages(plan: Decisions, most: int) -> list[str]:
+def _stages(plan: Decisions, limit: int) -> list[str]:
     # Stages are alike if their modules are, but for numbers, and what was decided about them.
-    groups = list(_grouped(plan.stages, lambda stage: (folded(stage.modules), _decisions(stage))).values())
+    groups = list(_group_by(plan.stages, lambda stage: (fold_path(stage.modules), _decisions(stage))).values())
     lines = ["stages, those alike as one:"]
-    for stages in groups[:most]:
+    for stages in groups[:limit]:
         numbers = ", ".join(str(stage.index) for stage in stages[:4]) + (", …" if len(stages) > 4 else "")
         count = f" ({len(stages)} stages)" if len(stages) > 1 else ""
-        name = stages[0].modules if len(stages) == 1 else folded(stages[0].modules)
+        name = stages[0].modules if len(stages) == 1 else fold_path(stages[0].modules)
         lines.append(f"  {numbers}{count}: {name}; {_decisions(stages[0])}")
-    return [*lines, *_rest(groups, f"and {sum(map(len, groups[most:]))} more: plan.details()", most)]
+    return [*lines, *_rest(groups, f"and {sum(map(len, groups[limit:]))} more: plan.details()", limit)]
 
 
 def _decisions(stage: PlannedStage) -> str:
@@ -103,8 +103,8 @@ def _decisions(stage: PlannedStage) -> str:
     return ", ".join(parts)
 
 
-def _recomputed(values: Sequence[PlannedValue], most: int) -> list[str]:
-    groups = _grouped(values, lambda value: (folded(value.module), value.line))
+def _recomputed(values: Sequence[PlannedValue], limit: int) -> list[str]:
+    groups = _group_by(values, lambda value: (fold_path(value.module), value.line))
     rows = []
     for (_, line), group in groups.items():
         seconds = sum(value.seconds * max(value.times, 1) for value in group)
@@ -116,13 +116,13 @@ def _recomputed(values: Sequence[PlannedValue], most: int) -> list[str]:
     rows.sort(key=lambda row: -row[0])
     if not rows:
         return []
-    shown = [f"  {seconds * 1e3:>10.3f}  {text}" for seconds, text in rows[:most]]
-    rest = sum(seconds for seconds, _ in rows[most:])
-    return ["costliest recomputations, ms:", *shown, *_rest(rows, f"{rest * 1e3:.3f} ms of others", most)]
+    shown = [f"  {seconds * 1e3:>10.3f}  {text}" for seconds, text in rows[:limit]]
+    rest = sum(seconds for seconds, _ in rows[limit:])
+    return ["costliest recomputations, ms:", *shown, *_rest(rows, f"{rest * 1e3:.3f} ms of others", limit)]
 
 
 def _hoisted(values: Sequence[PlannedValue]) -> list[str]:
-    groups = _grouped(values, lambda value: (value.reason, folded(value.module)))
+    groups = _group_by(values, lambda value: (value.reason, fold_path(value.module)))
     if not groups:
         return []
     rows = []
@@ -132,7 +132,7 @@ def _hoisted(values: Sequence[PlannedValue]) -> list[str]:
     return ["computed once a step, never repeated:", *rows[:_REASONS], *_rest(rows, "others", _REASONS)]
 
 
-def _grouped(items: Iterable[T], key: Callable[[T], object]) -> dict[Any, list[T]]:
+def _group_by(items: Iterable[T], key: Callable[[T], object]) -> dict[Any, list[T]]:
     groups: dict[Any, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -142,7 +142,7 @@ def _grouped(items: Iterable[T], key: Callable[[T], object]) -> dict[Any, list[T
 def _module(values: Sequence[PlannedValue | LiveValue]) -> str:
     """The path of the module of some values, folded if they are of several."""
     paths = {value.module for value in values}
-    return paths.pop() if len(paths) == 1 else folded(values[0].module)
+    return paths.pop() if len(paths) == 1 else fold_path(values[0].module)
 
 
 def _count(items: Sequence[object]) -> str:
@@ -153,12 +153,12 @@ def _rest(rows: Sequence[object], text: str, shown: int) -> list[str]:
     return [f"  … {text}"] if len(rows) > shown else []
 
 
-def division_lines(mesh: PlannedMesh, most: int | None = None) -> list[str]:
+def division_lines(mesh: PlannedMesh, limit: int | None = None) -> list[str]:
     """The table: the chosen division, then by seconds those that fit, then the others by bytes.
 
     Args:
         mesh: any; without divisions there is no table.
-        most: number of divisions that are listed at most; ``None``: all.
+        limit: number of divisions that are listed at most; ``None``: all.
     """
     if not mesh.divisions:
         return []
@@ -166,7 +166,7 @@ def division_lines(mesh: PlannedMesh, most: int | None = None) -> list[str]:
     devices = f"{ordered[0].pipeline * ordered[0].replicas} "
     devices += f"groups of {mesh.tensor_parallel} devices" if mesh.tensor_parallel > 1 else "devices"
     planned = sum(division.planned for division in ordered)
-    shown = ordered if most is None else ordered[:most]
+    shown = ordered if limit is None else ordered[:limit]
     lines = [
         f"ways to divide {devices}: {len(ordered)}, of which {planned} planned; {_proof(ordered)}",
         "    replicas x devices          stages  schedule         ms a step  fullest device",
@@ -195,9 +195,9 @@ def _proof(ordered: list[PlannedDivision]) -> str:
 
 
 def _row(division: PlannedDivision) -> str:
-    least = "" if division.planned else "≥ "
-    seconds = f"{least}{division.seconds * 1e3:.3f}" if division.seconds is not None else "does not fit"
-    size = f"{least}{bytes_text(division.bytes)}"
+    bound_mark = "" if division.planned else "≥ "
+    seconds = f"{bound_mark}{division.seconds * 1e3:.3f}" if division.seconds is not None else "does not fit"
+    size = f"{bound_mark}{bytes_text(division.bytes)}"
     mesh = f"{division.replicas} x {division.pipeline}"
     mark, share = "*" if division.chosen else " ", "sharded" if division.sharded else ""
     return f"  {mark} {mesh:>18}  {share:<7}  {division.stages:>6}  {division.schedule:<12} {seconds:>13}  {size:>14}"

@@ -81,7 +81,7 @@ class Timeline:
         """
         predicted = []
         orders = [timing.schedule.actions(device) for device in range(timing.schedule.devices)]
-        copies = list(_copies(timing, orders, names))
+        copies = list(_list_copies(timing, orders, names))
         for device, columns in enumerate(zip(timing.starts, timing.ends, timing.action_bytes, strict=True)):
             actions = orders[device]
             predicted += [
@@ -91,8 +91,8 @@ class Timeline:
             ]
         measured = [
             Bar(device, span.action, *span.seconds())
-            for device, of_device in enumerate(spans or ())
-            for span in of_device
+            for device, device_spans in enumerate(spans or ())
+            for span in device_spans
         ]
         return cls(tuple(predicted), tuple(measured), tuple(copies))
 
@@ -187,8 +187,8 @@ class Timeline:
         # Both pictures have as many rows, so that devices stand side by side.
         devices = 1 + max(bar.device for _, bars in shown for bar in bars)
         figure = Figure(figsize=(12, max(2.0, 0.5 * devices + 1) * len(shown)), layout="constrained")
-        every = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
-        for axes, (name, bars) in zip(every, shown, strict=True):
+        axes_of_devices = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
+        for axes, (name, bars) in zip(axes_of_devices, shown, strict=True):
             for bar in bars:
                 width = (bar.end - bar.start) * 1e3
                 axes.barh(
@@ -205,7 +205,7 @@ class Timeline:
         return target
 
 
-def _copies(timing: Timing, orders: Sequence[Sequence[Action]], names: Mapping[int, str]) -> Iterator[CopyBar]:
+def _list_copies(timing: Timing, orders: Sequence[Sequence[Action]], names: Mapping[int, str]) -> Iterator[CopyBar]:
     """The copies between the devices and the host."""
     for copy in timing.window_copies:
         yield CopyBar(
@@ -217,10 +217,10 @@ def _copies(timing: Timing, orders: Sequence[Sequence[Action]], names: Mapping[i
             end=copy.end,
             bytes=copy.bytes,
         )
-    for offload, (leaves, left, returns, back) in zip(timing.offloads, timing.offload_spans, strict=True):
+    for offload, (leaves, freed_at, returns, back) in zip(timing.offloads, timing.offload_spans, strict=True):
         maker, reader = orders[offload.device][offload.leaves - 1], orders[offload.device][offload.back]
         # A value that leaves has two copies: one behind its maker, one in front of its reader.
-        for action, to_host, start, end in ((maker, True, leaves, left), (reader, False, returns, back)):
+        for action, to_host, start, end in ((maker, True, leaves, freed_at), (reader, False, returns, back)):
             yield CopyBar(
                 device=offload.device,
                 action=action,

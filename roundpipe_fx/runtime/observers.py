@@ -77,7 +77,7 @@ def _profiled(target: Any, name: str, values: list[Any], see: Callable[[str, int
         if profiler_runs():
             return target(*args, **kwargs)
         return profile_memory(
-            lambda: target(*args, **kwargs), device_type, lambda memory: see(name, memory.peak - memory.left)
+            lambda: target(*args, **kwargs), device_type, lambda memory: see(name, memory.peak - memory.retained)
         )
 
     run.__name__ = target.name().replace("::", "_").replace(".", "_")

@@ -58,7 +58,7 @@ class ProfiledStep:
         def see(memory: ProfiledMemory) -> None:
             # Bytes that the forward leaves to the backward: measured, without outputs that the caller drops, with what
             # lies outside the program.
-            self._left = memory.left - self._released + self._outside
+            self._left = memory.retained - self._released + self._outside
             self._see(memory.peak)
 
         return self._profiled(run, self._forward_sizes, lambda _: see)

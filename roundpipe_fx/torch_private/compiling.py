@@ -153,11 +153,11 @@ def _with_names(examples: Sequence[Any]) -> list[Any]:
     or a size of one. A whole number that sizes are made of too is one of the sizes, and stays.
     """
     named: set[Any] = set()
-    of_sizes: set[Any] = set()
+    size_symbols: set[Any] = set()
     for value in examples:
         # Symbols that are an input or a size of one have names in the code; expressions of several have none.
         sizes = [size for size in (*value.shape, *value.stride()) if _is_symbolic(size)] if _is_strided(value) else []
-        of_sizes.update(*(size.node.expr.free_symbols for size in sizes))
+        size_symbols.update(*(size.node.expr.free_symbols for size in sizes))
         numbers = [*sizes, *([value] if _is_symbolic(value) else [])]
         named.update(number.node.expr for number in numbers if number.node.expr.is_Symbol)
 
@@ -168,7 +168,7 @@ def _with_names(examples: Sequence[Any]) -> list[Any]:
         with shapes.ignore_fresh_unbacked_symbols():
             if isinstance(value, torch.SymFloat):
                 return shapes.create_unbacked_symfloat()
-            return value if value.node.expr.free_symbols <= named | of_sizes else shapes.create_unbacked_symint()
+            return value if value.node.expr.free_symbols <= named | size_symbols else shapes.create_unbacked_symint()
 
     return [with_name(value) for value in examples]
 
@@ -248,8 +248,8 @@ def inductor_decomposition(node: fx.Node) -> fx.Graph:
     values = [operand.meta["val"] for operand in operands]
 
     def run(*arguments: Any) -> Any:
-        of = dict(zip(operands, arguments, strict=True))
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), of.__getitem__)
+        values = dict(zip(operands, arguments, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     with torch.no_grad(), values[0].fake_mode:

@@ -72,8 +72,8 @@ def passed_through(error: Exception) -> PassedThrough:
     """
     kind = type(error)
     # Both: Dynamo lets it pass, and a user's ``except ValueError`` still catches it.
-    made: Any = type(kind.__name__, (PassedThrough, kind), {"__module__": kind.__module__})
-    return made(str(error)).with_traceback(error.__traceback__)
+    transparent: Any = type(kind.__name__, (PassedThrough, kind), {"__module__": kind.__module__})
+    return transparent(str(error)).with_traceback(error.__traceback__)
 
 
 class CompiledFrame(NamedTuple):
@@ -241,8 +241,8 @@ def untraced_functions(code: CodeType) -> Iterator[list[UntracedFunction]]:
             untraced.append(UntracedFunction(line, attempt.fail_reason or "", limit))
         elif attempt.fail_type in ("Unsupported", "UserError"):
             file, number = attempt.fail_user_frame_filename, attempt.fail_user_frame_lineno
-            known = UserLine(file or attempt.co_filename or "", number or 0, attempt.co_name or "")
-            line = known if known.file else _UNKNOWN
+            line = UserLine(file or attempt.co_filename or "", number or 0, attempt.co_name or "")
+            line = line if line.file else _UNKNOWN
             _given_up.extend(_codes_at(attempt.co_filename, attempt.co_firstlineno))
             untraced.append(UntracedFunction(line, attempt.fail_reason or ""))
 
@@ -311,8 +311,8 @@ def input_path(placeholder: fx.Node) -> tuple[str, bool]:
     # An argument: ``L['batch']['ids']`` is called ``batch_ids``.
     matched = re.match(r"L\['([^']+)'\](.*)$", text)
     if matched:
-        rest = re.sub(r"[^0-9A-Za-z]+", "_", matched.group(2)).strip("_")
-        return matched.group(1) + (f"_{rest}" if rest else ""), False
+        attribute = re.sub(r"[^0-9A-Za-z]+", "_", matched.group(2)).strip("_")
+        return matched.group(1) + (f"_{attribute}" if attribute else ""), False
     return str(placeholder.target), False
 
 
@@ -449,7 +449,11 @@ def _owners(local: Mapping[str, Any]) -> list[torch.nn.Module]:
     A wrapper of a ``forward``, as Accelerate's for autocast, has the module among its ``*args``.
     """
     owners = []
-    for value in (item for one in local.values() for item in (one if type(one) is tuple else (one,))):
+    for value in (
+        item
+        for local_value in local.values()
+        for item in (local_value if type(local_value) is tuple else (local_value,))
+    ):
         owner = getattr(value, "__self__", value)
         if isinstance(owner, torch.nn.Module):
             owners.append(owner)
@@ -460,7 +464,7 @@ def _owners(local: Mapping[str, Any]) -> list[torch.nn.Module]:
 class _ForwardCalls:
     """The calls of ``forward`` in one graph, by Dynamo's frame; a frame that is gone is not asked for again."""
 
-    number_of: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
+    number_by_object: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
 
@@ -482,6 +486,6 @@ def traced_forward_call() -> int:
     # The innermost ``forward`` that encloses the call, whichever helper functions lie between.
     while frame.parent is not None and frame.f_code.co_name != "forward":
         frame = frame.parent
-    if frame not in calls.number_of:
-        calls.number_of[frame] = next(calls.numbers)
-    return calls.number_of[frame]
+    if frame not in calls.number_by_object:
+        calls.number_by_object[frame] = next(calls.numbers)
+    return calls.number_by_object[frame]

@@ -24,11 +24,11 @@ _OFFLOADING = "torch._functorch._activation_offloading.offload_ops"
 def save_rng_states(devices: Collection[torch.device]) -> Callable[[], None]:
     """Save the generator states of the CPU and of some devices; returns a function that restores them."""
     host = torch.default_generator.clone_state()  # not a tensor, which would count as memory of the step
-    others = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+    cuda_states = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def restore() -> None:
         torch.set_rng_state(host.get_state())
-        for device, state in others:
+        for device, state in cuda_states:
             torch.cuda.set_rng_state(state, device)
 
     return restore

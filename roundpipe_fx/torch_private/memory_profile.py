@@ -39,11 +39,11 @@ class ProfiledMemory:
 
     Attributes:
         peak: peak bytes beyond those that were allocated when it began.
-        left: bytes that are still allocated.
+        retained: bytes that are still allocated.
     """
 
     peak: int
-    left: int
+    retained: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Allocation:
     cuda: int
 
 
-_See = Callable[[Sequence[Allocation]], None]
+_Report = Callable[[Sequence[Allocation]], None]
 
 
 @dataclass
@@ -73,7 +73,7 @@ class _Recorded:
         finished: the numbers of those that have returned.
     """
 
-    inner: dict[str, _See] = field(default_factory=dict)
+    inner: dict[str, _Report] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
 
 
@@ -86,14 +86,14 @@ _numbers = itertools.count()
 _BEGIN, _END = "roundpipe_fx begins ", "roundpipe_fx ends "
 
 
-def profile_memory(run: Callable[[], _T], device_type: str, seen: Callable[[ProfiledMemory], None]) -> _T:
+def profile_memory(run: Callable[[], _T], device_type: str, report: Callable[[ProfiledMemory], None]) -> _T:
     """Run a function and measure its memory, including workspaces of kernels.
 
     Arguments and errors as for :func:`record_allocations`, but for these.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
-        seen: called with the memory.
+        report: called with the memory.
     """
 
     def see(allocations: Sequence[Allocation]) -> None:
@@ -101,16 +101,16 @@ def profile_memory(run: Callable[[], _T], device_type: str, seen: Callable[[Prof
         for allocation in allocations:
             live += allocation.cpu if device_type == "cpu" else allocation.cuda
             peak = max(peak, live)
-        seen(ProfiledMemory(peak, live))
+        report(ProfiledMemory(peak, live))
 
     return record_allocations(run, see)
 
 
-def record_allocations(run: Callable[[], _T], seen: _See) -> _T:
+def record_allocations(run: Callable[[], _T], report: _Report) -> _T:
     """Run a function and record what this thread allocates and frees meanwhile.
 
     Args:
-        seen: called with the record, unless ``run`` raises an exception: when it has returned, or if it runs inside
+        report: called with the record, unless ``run`` raises an exception: when it has returned, or if it runs inside
             another function that is being recorded in the same thread, when that one has.
 
     Returns:
@@ -124,7 +124,7 @@ def record_allocations(run: Callable[[], _T], seen: _See) -> _T:
 
     # The profiler cannot be entered twice, so a nested function is marked in the outer record.
     if _recording.recorded is not None:
-        return _marked(run, seen, _recording.recorded)
+        return _mark_and_run(run, report, _recording.recorded)
     if profiler_runs():
         raise RuntimeError("memory cannot be measured while a profiler runs on the same thread: stop one of the two.")
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
@@ -136,19 +136,19 @@ def record_allocations(run: Callable[[], _T], seen: _See) -> _T:
         result = run()
     except BaseException:
         _recording.recorded = None
-        _tell(_disable_profiler_legacy(), began, recorded, lambda _: None)
+        _report_all(_disable_profiler_legacy(), began, recorded, lambda _: None)
         raise
     _recording.recorded = None
-    _tell(_disable_profiler_legacy(), began, recorded, seen)
+    _report_all(_disable_profiler_legacy(), began, recorded, report)
     return result
 
 
-def _marked(run: Callable[[], _T], seen: _See, recorded: _Recorded) -> _T:
+def _mark_and_run(run: Callable[[], _T], report: _Report, recorded: _Recorded) -> _T:
     """Run a function inside a recorded one."""
     from torch._C._profiler import _RecordFunctionFast
 
     number = str(next(_numbers))
-    recorded.inner[number] = seen
+    recorded.inner[number] = report
     with _RecordFunctionFast(_BEGIN + number):
         pass
     result = run()
@@ -158,13 +158,13 @@ def _marked(run: Callable[[], _T], seen: _See, recorded: _Recorded) -> _T:
     return result
 
 
-def _tell(records: Sequence[Sequence[Any]], began: float, recorded: _Recorded, seen: _See) -> None:
+def _report_all(records: Sequence[Sequence[Any]], began: float, recorded: _Recorded, report: _Report) -> None:
     """Tell a recorded function and those inside it of their allocations.
 
     Args:
         records: the profiler's events, by thread.
         began: when the first of them was recorded.
-        seen: of the outer function.
+        report: of the outer function.
     """
     events = [*itertools.chain.from_iterable(records)]
     allocations: list[Allocation] = []
@@ -186,7 +186,7 @@ def _tell(records: Sequence[Sequence[Any]], began: float, recorded: _Recorded, s
     for number in recorded.finished:
         first, last = parts[number]
         recorded.inner[number](allocations[first:last])
-    seen(allocations)
+    report(allocations)
 
 
 def profiler_runs() -> bool:

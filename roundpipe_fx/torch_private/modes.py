@@ -89,8 +89,8 @@ def fakes_on(device: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         with mode:
-            like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        return like.requires_grad_(tensor.requires_grad)
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return empty.requires_grad_(tensor.requires_grad)
 
     return fake
 

@@ -47,10 +47,12 @@ def trace_packed_sequences(
             traced = pack_by_numbers
         return UserFunctionVariable(traced).call_function(tx, args, kwargs)
 
-    def inline_user_function_return(self: Any, fn: Any, args: Any, kwargs: Any, *others: Any, **options: Any) -> Any:
+    def inline_user_function_return(
+        self: Any, fn: Any, args: Any, kwargs: Any, *more_arguments: Any, **options: Any
+    ) -> Any:
         if is_ours() and getattr(fn, "fn", None) in _FORWARDS and _is_packed(_argument(1, "input", args, kwargs)):
             fn = UserFunctionVariable(traced_forward)
-        return inline(self, fn, args, kwargs, *others, **options)
+        return inline(self, fn, args, kwargs, *more_arguments, **options)
 
     inline_user_function_return.roundpipe_fx = True  # type: ignore[attr-defined]
     with patching:

@@ -35,9 +35,9 @@ def install_known_branches(active: Callable[[], bool]) -> None:
     def as_python_constant(self: Any) -> Any:
         # Not in bodies of higher-order operators, which must keep their random operations.
         if active() and self.proxy.tracer.parent is None:
-            known = _outcome(self.proxy.node)
-            if known is not None:
-                return known
+            outcome = _outcome(self.proxy.node)
+            if outcome is not None:
+                return outcome
         return super(TensorVariable, self).as_python_constant()
 
     TensorVariable.as_python_constant = as_python_constant  # type: ignore[method-assign]

@@ -35,7 +35,7 @@ def rare_collections() -> Iterator[None]:
     with _lock:
         if not _entered:
             _before = gc.get_threshold()
-            gc.set_threshold(*_raised(_before))
+            gc.set_threshold(*_raise_thresholds(_before))
             _during = gc.get_threshold()  # not every version of Python has three
         _entered += 1
     try:
@@ -48,6 +48,6 @@ def rare_collections() -> Iterator[None]:
                 gc.set_threshold(*_before)
 
 
-def _raised(thresholds: tuple[int, ...]) -> tuple[int, ...]:
-    first, *others = map(max, thresholds, _THRESHOLDS)
-    return (first if thresholds[0] else 0, *others)
+def _raise_thresholds(thresholds: tuple[int, ...]) -> tuple[int, ...]:
+    youngest, *older = map(max, thresholds, _THRESHOLDS)
+    return (youngest if thresholds[0] else 0, *older)

@@ -103,12 +103,12 @@ def planned_sizes(nodes: Sequence[Any], graph: fx.Graph) -> dict[int, int]:
     """
     tensors = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
     symbolic = [size for value in tensors for size in value.shape if isinstance(size, torch.SymInt)]
-    of_sizes = {symbol for size in symbolic for symbol in size.node.expr.free_symbols}
+    size_symbols = {symbol for size in symbolic for symbol in size.node.expr.free_symbols}
     inputs = {position: node.meta.get("val") for position, node in enumerate(nodes)}
     return {
         position: size_hint(value)
         for position, value in inputs.items()
-        if isinstance(value, torch.SymInt) and not of_sizes.isdisjoint(value.node.expr.free_symbols)
+        if isinstance(value, torch.SymInt) and not size_symbols.isdisjoint(value.node.expr.free_symbols)
     }
 
 
@@ -124,7 +124,9 @@ def row_major(value: torch.Tensor) -> bool:
 
 def _if_not_empty(expression: Any) -> Any:
     """A stride of a tensor that has elements: a size that may be 0 is ``Max(1, size)`` in it."""
-    at_least_one = {most: most.args[1] for most in expression.atoms(Max) if len(most.args) == 2 and most.args[0] == 1}
+    at_least_one = {
+        maximum: maximum.args[1] for maximum in expression.atoms(Max) if len(maximum.args) == 2 and maximum.args[0] == 1
+    }
     return expression.xreplace(at_least_one)
 
 
@@ -137,13 +139,13 @@ def _number(shape_env: Any, size: Any) -> int:
     values = {}
     for symbol in expression.free_symbols:
         assumed, backed = known.assumed.get(str(symbol)), _backed_hint(shape_env, symbol)
-        most = _most(shape_env, symbol, known) if backed is None else None
-        if most is not None and known.at_most:
-            values[symbol] = most
+        bound = _largest_value(shape_env, symbol, known) if backed is None else None
+        if bound is not None and known.at_most:
+            values[symbol] = bound
         elif assumed is not None:
-            values[symbol] = assumed if most is None else min(assumed, most)  # with headroom, it may exceed the bound
+            values[symbol] = assumed if bound is None else min(assumed, bound)  # with headroom, it may exceed the bound
         else:
-            values[symbol] = backed if backed is not None else most or _UNKNOWN_SIZE
+            values[symbol] = backed if backed is not None else bound or _UNKNOWN_SIZE
     return int(expression.xreplace(values))
 
 
@@ -164,12 +166,12 @@ def _upper_bound(shape_env: Any, symbol: Any) -> int | None:
     return upper if upper is not None and upper < _LARGEST_BOUND else None
 
 
-def _most(shape_env: Any, symbol: Any, known: _KnownSizes) -> int | None:
+def _largest_value(shape_env: Any, symbol: Any, known: _KnownSizes) -> int | None:
     """The largest value of a data-dependent symbol, as far as it is known."""
     counted = known.counted.get(str(symbol))
-    most = _upper_bound(shape_env, symbol)
-    if most is not None or counted is None:
-        return most
+    bound = _upper_bound(shape_env, symbol)
+    if bound is not None or counted is None:
+        return bound
     return math.prod(_number(shape_env, size) for size in counted)
 
 
@@ -193,9 +195,9 @@ def note_counts(joint: fx.GraphModule) -> None:
         shape = _counted_shape(node) if node.meta.get("unbacked_bindings") else None
         if shape is None:
             continue
-        known = {str(size) for source in node.all_input_nodes for size in _sizes(source.meta.get("val"))}
+        operand_sizes = {str(size) for source in node.all_input_nodes for size in _sizes(source.meta.get("val"))}
         for size in _sizes(node.meta.get("val")):
-            if str(size) not in known:
+            if str(size) not in operand_sizes:
                 note_count(size, shape)
 
 
@@ -283,13 +285,13 @@ class InputSize:
     current: int
     largest: int | None
 
-    def keep_within(self, least: int, most: int) -> None:
+    def keep_within(self, smallest: int, largest: int) -> None:
         """Guard that the graph is used only for values of the symbol in a range; others recompile."""
         expression = self.size.node.expr
         symbols = {str(symbol): symbol for symbol in expression.free_symbols}
-        low, high = (int(expression.xreplace({symbols[self.symbol]: value})) for value in (least, most))
+        low, high = (int(expression.xreplace({symbols[self.symbol]: value})) for value in (smallest, largest))
         # Converting a symbolic comparison to bool adds its outcome to the graph's guards.
-        if least > 2:
+        if smallest > 2:
             bool(self.size >= low)
         bool(self.size <= high)
 

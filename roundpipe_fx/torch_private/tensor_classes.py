@@ -37,15 +37,15 @@ for _name, _method in {
     setattr(WithoutStorage, _name, _method)
 
 
-def without_storage(kind: type[T], like: torch.Tensor, device: torch.device) -> T:
+def without_storage(kind: type[T], example: torch.Tensor, device: torch.device) -> T:
     """A tensor without memory.
 
     Args:
         kind: its class.
-        like: has its shape, strides and dtype.
+        example: has its shape, strides and dtype.
         device: its device.
     """
-    made: T = torch.Tensor._make_wrapper_subclass(
-        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+    wrapper: T = torch.Tensor._make_wrapper_subclass(
+        kind, example.shape, strides=example.stride(), dtype=example.dtype, device=device
     )
-    return made
+    return wrapper

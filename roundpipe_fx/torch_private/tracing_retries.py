@@ -70,7 +70,7 @@ def install_retries(active: Callable[[], bool]) -> None:
         for flags in attempts:
             try:
                 with torch._dynamo.config.patch(flags):
-                    made = trace(self, frame, *args, **kwargs)
+                    traced = trace(self, frame, *args, **kwargs)
             except Exception as again:
                 # A budget that the current sizes do not allow is what the user needs to know of.
                 if any(isinstance(cause, RefusedGraph) for cause in _causes(again)):
@@ -79,7 +79,7 @@ def install_retries(active: Callable[[], bool]) -> None:
                     soft = soft or again
                 continue
             _retried.add(_location(frame.f_code))
-            return made
+            return traced
         if soft is not None and not isinstance(failure, (Unsupported, UserError)):
             raise soft from failure  # the frame runs eagerly, unless it must be one graph
         if isinstance(failure, GuardOnDataDependentSymNode):  # as Dynamo has it for most code that reads a number
@@ -126,8 +126,8 @@ fake kernel, which is run on real tensors to find its results' shapes."""
 
 def _wants_numbers(error: BaseException) -> bool:
     causes = list(_causes(error))
-    wanted = any(isinstance(cause, RefusedGraph) and cause.wants_sizes for cause in causes)
-    return wanted or any(text in str(cause) for cause in causes for text in _WANTS_NUMBERS)
+    is_requested = any(isinstance(cause, RefusedGraph) and cause.wants_sizes for cause in causes)
+    return is_requested or any(text in str(cause) for cause in causes for text in _WANTS_NUMBERS)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

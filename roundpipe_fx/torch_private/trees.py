@@ -48,7 +48,7 @@ def one_level(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Callable[[S
         keys: tuple[Any, ...] = tuple(range(len(parts)))
     else:
         keys = tuple(_key_of(path[0]) for path in paths)
-    return keys, tuple(parts), lambda others: tree_unflatten(list(others), tree)
+    return keys, tuple(parts), lambda new_parts: tree_unflatten(list(new_parts), tree)
 
 
 def _key_of(key: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.api.plans_of_modules import noting_models
+from roundpipe_fx.api.plans_of_modules import wrap_to_note_models
 
 OPTIONS = {"memory_budget": "1GiB"}
 X = torch.randn(4, 8)
@@ -84,6 +84,6 @@ def test_models_are_not_kept_alive() -> None:
 
 def test_a_graph_without_parameters_runs_as_it_is() -> None:
     module = nn.Linear(2, 2)
-    run = noting_models(lambda *inputs: inputs, [module, nn.ReLU()], [])
+    run = wrap_to_note_models(lambda *inputs: inputs, [module, nn.ReLU()], [])
     assert run() == () and run(X)[0] is X and run(X)[0] is X
-    assert noting_models(max, [], []) is max
+    assert wrap_to_note_models(max, [], []) is max

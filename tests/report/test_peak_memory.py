@@ -300,5 +300,5 @@ def test_a_measurement_inside_a_recorded_function_gets_its_own_part() -> None:
         assert kept.shape == (1000,)
 
     profile_memory(run, "cpu", outer.append)
-    assert inner == [ProfiledMemory(peak=800, left=400)]
-    assert outer == [ProfiledMemory(peak=4800, left=0)]
+    assert inner == [ProfiledMemory(peak=800, retained=400)]
+    assert outer == [ProfiledMemory(peak=4800, retained=0)]

@@ -22,7 +22,7 @@ from roundpipe_fx.ir.decisions import (
     PlannedTiles,
     PlannedValue,
 )
-from roundpipe_fx.report.summary import folded
+from roundpipe_fx.report.summary import fold_path
 from tests.pipeline.steps import Blocks, squares
 
 _LINES = 40
@@ -264,11 +264,11 @@ def test_notebooks_get_the_summary_and_the_details() -> None:
 
 
 def test_numbers_between_dots_are_folded() -> None:
-    assert folded("model.layers.12.mlp") == "model.layers.*.mlp"
-    assert folded("transformer.h.3") == "transformer.h.*"
-    assert folded("conv2d") == "conv2d"
-    assert folded("0.up") == "*.up"
-    assert folded("layers.1.ln … layers.2") == "layers.*.ln … layers.*"
+    assert fold_path("model.layers.12.mlp") == "model.layers.*.mlp"
+    assert fold_path("transformer.h.3") == "transformer.h.*"
+    assert fold_path("conv2d") == "conv2d"
+    assert fold_path("0.up") == "*.up"
+    assert fold_path("layers.1.ln … layers.2") == "layers.*.ln … layers.*"
 
 
 def test_what_sharded_parameters_stay_gathered() -> None:

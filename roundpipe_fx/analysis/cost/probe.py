@@ -51,14 +51,14 @@ class Probe(NamedTuple):
 
     Attributes:
         workspace: bytes that its kernel allocates and frees before it returns.
-        left: bytes that it allocates and does not free, plus those of a copy of a sparse result, which autograd makes
-            for the leaf.
+        retained: bytes that it allocates and does not free, plus those of a copy of a sparse result, which autograd
+            makes for the leaf.
         layouts: layouts of its results, flattened; ``None`` for results that are not strided tensors.
         storages: bytes of the storages of its results, flattened.
     """
 
     workspace: int
-    left: int
+    retained: int
     layouts: tuple[TensorLayout | None, ...]
     storages: tuple[int, ...]
 
@@ -197,12 +197,12 @@ def _key_from(key: Any) -> tuple[Any, ...]:
 
 
 def _probe_from(probe: Any) -> Probe:
-    workspace, left, layouts, storages = probe
-    sizes = [workspace, left, *storages]
+    workspace, retained, layouts, storages = probe
+    sizes = [workspace, retained, *storages]
     if not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError(f"{sizes} are not bytes")
     lies = [layout and TensorLayout(*map(tuple, layout)) for layout in layouts]
-    return Probe(workspace, left, tuple(lies), tuple(storages))
+    return Probe(workspace, retained, tuple(lies), tuple(storages))
 
 
 def run_in_thread(work: Callable[[], T]) -> T:
@@ -252,7 +252,7 @@ def _probe_device(node: fx.Node, device: torch.device, single: bool) -> Probe | 
         return None
     # Values decide how much is needed, so the largest of the tries counts.
     workspace = max(probe.workspace for probe in finished)
-    return Probe(workspace, max(probe.left for probe in finished), finished[0].layouts, finished[0].storages)
+    return Probe(workspace, max(probe.retained for probe in finished), finished[0].layouts, finished[0].storages)
 
 
 def _make_filler_of_ones(limit: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -301,8 +301,8 @@ def _probe_numbers(
         restore()
     results = tree_leaves(result)
     return Probe(
-        profiles[0].peak - profiles[0].left,
-        profiles[0].left + sum(map(_sparse_bytes, results)),
+        profiles[0].peak - profiles[0].retained,
+        profiles[0].retained + sum(map(_sparse_bytes, results)),
         tuple(map(_layout, results)),
         tuple(0 if _layout(result) is None else result.untyped_storage().nbytes() for result in results),
     )

@@ -117,7 +117,7 @@ def note_sparse_bytes(node: fx.Node, device: torch.device | None) -> None:
         # `left` counts what the result holds beside its operands.
         if probe is not None:
             operands = [value for source in node.all_input_nodes for value in tensor_values(source)]
-            note_bytes(values[0], probe.left + tensor_bytes(operands))  # it may share memory with its operands
+            note_bytes(values[0], probe.retained + tensor_bytes(operands))  # it may share memory with its operands
 
 
 def probe_small_values(

@@ -109,7 +109,7 @@ class gradient_checkpoint_scope:
         self._thread = threading.get_ident()
         self._among = _local.scopes
         self._ended = False
-        self._tape = Tape(_refer, _when_dead(weakref.ref(self)))
+        self._tape = Tape(_make_reference, _make_death_callback(weakref.ref(self)))
         self._handles: weakref.WeakSet[_Handle] = weakref.WeakSet()
         self._hooks = PersistentHooks(_pack, _unpack)
         self._recorder = _Recorder(self._tape)
@@ -117,12 +117,12 @@ class gradient_checkpoint_scope:
         _local.scopes.append(self)
         self._recorder.__enter__()
 
-    def _check_thread(self, what: str) -> None:
+    def _check_thread(self, action: str) -> None:
         if self._recorder is None:
-            raise RuntimeError(f"this gradient_checkpoint_scope was {what} before it was entered.")
+            raise RuntimeError(f"this gradient_checkpoint_scope was {action} before it was entered.")
         if threading.get_ident() != self._thread:
             raise RuntimeError(
-                f"this gradient_checkpoint_scope was {what} in another thread than it was entered in: saved-tensor "
+                f"this gradient_checkpoint_scope was {action} in another thread than it was entered in: saved-tensor "
                 "hooks belong to a thread."
             )
 
@@ -141,7 +141,7 @@ class gradient_checkpoint_scope:
         self._tape.prune({handle.view.number for handle in self._handles})
 
     def _handle_of(self, tensor: torch.Tensor) -> _Handle | None:
-        view = self._tape.made(tensor)
+        view = self._tape.find_view(tensor)
         if view is None:
             return None
         handle = _Handle(self._tape, self._handles, view)
@@ -149,7 +149,7 @@ class gradient_checkpoint_scope:
         return handle
 
 
-def _when_dead(scope: weakref.ref[gradient_checkpoint_scope]) -> Callable[[], None]:
+def _make_death_callback(scope: weakref.ref[gradient_checkpoint_scope]) -> Callable[[], None]:
     def leave() -> None:
         alive_scope = scope()
         if alive_scope is not None:
@@ -202,15 +202,15 @@ class _Handle:
 
     value: torch.Tensor | None = None
 
-    def __init__(self, tape: Tape, others: weakref.WeakSet[_Handle], view: View) -> None:
+    def __init__(self, tape: Tape, all_handles: weakref.WeakSet[_Handle], view: View) -> None:
         self.view = view
         self._tape = tape
-        self._others = others
-        self._writes = tape.writes(view.number)
+        self._all_handles = all_handles
+        self._writes = tape.count_writes(view.number)
 
     def get(self) -> torch.Tensor:
         """The tensor, recomputed if necessary; the handle does not keep it."""
-        if self._tape.writes(self.view.number) != self._writes:
+        if self._tape.count_writes(self.view.number) != self._writes:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor of shape {tuple(self.view.size)} made in a gradient_checkpoint_scope, after it was saved."
@@ -222,7 +222,7 @@ class _Handle:
         """Recompute the tensors of all handles of the scope; those of other handles are held until the backward
         ends."""
         # All handles at once: entries that several values need are replayed once for all of them.
-        handles = [handle for handle in self._others if handle.value is None and handle is not self]
+        handles = [handle for handle in self._all_handles if handle.value is None and handle is not self]
         if not torch_private.when_backward_ends(lambda: _drop(handles)):
             handles = []  # a saved tensor is accessed outside of a backward
         outer, _local.recomputing = _local.recomputing, True
@@ -231,8 +231,8 @@ class _Handle:
         finally:
             _local.recomputing = outer
         for handle in handles:
-            handle.value = handle.view.of(storages[handle.view.number])
-        return self.view.of(storages[self.view.number])
+            handle.value = handle.view.make_tensor(storages[handle.view.number])
+        return self.view.make_tensor(storages[self.view.number])
 
 
 def _drop(handles: list[_Handle]) -> None:
@@ -253,7 +253,7 @@ def _unpack(handle: _Handle) -> torch.Tensor:
     return handle.get()
 
 
-def _refer(tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+def _make_reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
     """Returns a function that gives a tensor of another scope later, without keeping it."""
     handle = _pack(tensor)
     return None if handle is None else handle.get

@@ -39,7 +39,7 @@ class View:
     stride: tuple[int, ...]
     offset: int
 
-    def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+    def make_tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor, on a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
@@ -97,7 +97,7 @@ class Tape:
         """By number of a storage allocated here: the version of its tensors, as far as the scope has seen."""
         self._count = 0
 
-    def made(self, tensor: torch.Tensor) -> View | None:
+    def find_view(self, tensor: torch.Tensor) -> View | None:
         """The tensor as part of a storage allocated here, with the contents that the tape knows; ``None`` otherwise."""
         if not _is_plain(tensor):
             return None
@@ -112,7 +112,7 @@ class Tape:
         """Return whether any storage allocated here is alive."""
         return any(number in self._versions for number in self._numbers.values())
 
-    def writes(self, number: int) -> int:
+    def count_writes(self, number: int) -> int:
         """Number of times that the scope has updated a storage in place."""
         return sum(number in step.writes for step in self._steps)
 
@@ -120,7 +120,7 @@ class Tape:
         """Run an operation and record it."""
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        written = _written(operator, args, kwargs)
+        written = _find_written(operator, args, kwargs)
         if not all(map(_is_plain, tensors)):
             for tensor in filter(_is_plain, written):  # from here on something from outside, with contents of its own
                 self._numbers.pop(storage_key(tensor), None)
@@ -128,29 +128,29 @@ class Tape:
         # Before the operation runs: afterwards the old contents are gone.
         for tensor in written:
             self._copy_before_update(tensor)
-        states = _generator_states(operator, leaves)
+        states = _save_generator_states(operator, leaves)
         result = operator(*args, **kwargs)
         results = tree_leaves(result)
         # Results that share memory with an argument are views of it, or the argument itself; only others are allocated
         # here.
-        known = {storage_key(tensor) for tensor in tensors}
-        made: dict[int, int | None] = {}
+        argument_keys = {storage_key(tensor) for tensor in tensors}
+        allocated: dict[int, int | None] = {}
         for tensor in results:
-            if isinstance(tensor, torch.Tensor) and _is_plain(tensor) and storage_key(tensor) not in known:
-                made.setdefault(storage_key(tensor), None)
-        made_here = [tensor for tensor in results if isinstance(tensor, torch.Tensor)]
-        asks = why_host_sync(operator, args, tensors, made_here, registered_sync_ops()) is not None
+            if isinstance(tensor, torch.Tensor) and _is_plain(tensor) and storage_key(tensor) not in argument_keys:
+                allocated.setdefault(storage_key(tensor), None)
+        result_tensors = [tensor for tensor in results if isinstance(tensor, torch.Tensor)]
+        asks = why_host_sync(operator, args, tensors, result_tensors, registered_sync_ops()) is not None
         # Operations that allocate and write nothing make views, which are not replayed; host synchronizations run once,
         # and their results become inputs.
-        if (made or written) and not asks:
+        if (allocated or written) and not asks:
             positions = []
             views = tuple(self._view(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
             for tensor in results:
                 plain = isinstance(tensor, torch.Tensor) and _is_plain(tensor)
-                fresh = plain and made.get(storage_key(tensor), 0) is None
+                fresh = plain and allocated.get(storage_key(tensor), 0) is None
                 positions.append(self._number(tensor) if fresh else None)
                 if fresh:
-                    made[storage_key(tensor)] = positions[-1]
+                    allocated[storage_key(tensor)] = positions[-1]
             numbers = [self._numbers[storage_key(tensor)] for tensor in written]
             for number, tensor in zip(numbers, written, strict=True):
                 if number in self._versions:
@@ -196,14 +196,14 @@ class Tape:
         """An argument as part of a numbered storage."""
         key = storage_key(tensor)
         if key not in self._numbers:
-            self._take_in(tensor, self._watch(tensor))
+            self._add_input(tensor, self._watch(tensor))
         return view_of(tensor, self._numbers[key])
 
-    def _take_in(self, tensor: torch.Tensor, number: int) -> None:
+    def _add_input(self, tensor: torch.Tensor, number: int) -> None:
         # Values of an outer scope are not kept alive: that scope recomputes them when they are asked for.
-        give = self._refer(tensor)
-        if give is not None:
-            self._inputs[number] = _Input(give, lambda: 0, 0)
+        get_tensor = self._refer(tensor)
+        if get_tensor is not None:
+            self._inputs[number] = _Input(get_tensor, lambda: 0, 0)
             return
         detached = torch_private.detached_with_version(tensor)  # holds no graph
         self._inputs[number] = _Input(lambda: detached, lambda: detached._version, detached._version)
@@ -214,14 +214,14 @@ class Tape:
         if entry is not None and entry.copy is None:
             entry.copy = tensor.untyped_storage().clone()
 
-    def prune(self, wanted: Collection[int]) -> None:
+    def prune(self, roots: Collection[int]) -> None:
         """Drop what does not lead to these storages."""
-        self._steps = self._leading_to(wanted)
+        self._steps = self._find_entries_leading_to(roots)
         read = {number for step in self._steps for number in step.reads}
         self._inputs = {number: entry for number, entry in self._inputs.items() if number in read}
 
-    def _leading_to(self, wanted: Collection[int]) -> list[_TapeEntry]:
-        needed = set(wanted)
+    def _find_entries_leading_to(self, roots: Collection[int]) -> list[_TapeEntry]:
+        needed = set(roots)
         entries = []
         # Backwards, as liveness is computed: an entry is needed if it makes or writes what is needed so far, and then
         # what it reads is needed, too.
@@ -232,36 +232,36 @@ class Tape:
             needed |= step.reads
         return entries[::-1]
 
-    def recompute(self, wanted: Collection[int]) -> dict[int, torch.UntypedStorage]:
+    def recompute(self, roots: Collection[int]) -> dict[int, torch.UntypedStorage]:
         """Run what leads to these storages, and nothing else.
 
         Raises:
             RuntimeError: a tensor from outside has been updated in place since.
         """
-        steps = self._leading_to(wanted)
+        steps = self._find_entries_leading_to(roots)
         last: dict[int, int] = {}
         for position, step in enumerate(steps):
             # The last entry that reads a storage, or that makes one that nobody reads.
             last.update(dict.fromkeys((*step.reads, *(n for n in step.makes if n is not None)), position))
         live: dict[int, torch.UntypedStorage] = {}
-        with _as_recorded({view.device.type for step in steps for view in step.leaves if isinstance(view, View)}):
+        with _below_autograd({view.device.type for step in steps for view in step.leaves if isinstance(view, View)}):
             for position, step in enumerate(steps):
                 self._rerun(step, live)
                 # Freed at the last use, so that replaying needs no more memory than the forward did.
-                for done in [n for n in live if last.get(n, -1) <= position and n not in wanted]:
-                    del live[done]
-        return {number: live[number] for number in wanted}
+                for dead in [n for n in live if last.get(n, -1) <= position and n not in roots]:
+                    del live[dead]
+        return {number: live[number] for number in roots}
 
     def _rerun(self, step: _TapeEntry, live: dict[int, torch.UntypedStorage]) -> None:
         for number in step.reads - live.keys():
             live[number] = self._input_storage(number)
-        leaves = [leaf.of(live[leaf.number]) if isinstance(leaf, View) else leaf for leaf in step.leaves]
+        leaves = [leaf.make_tensor(live[leaf.number]) if isinstance(leaf, View) else leaf for leaf in step.leaves]
         args, kwargs = tree_unflatten(leaves, step.spec)
-        with _drawing(step.states):
+        with _use_generator_states(step.states):
             results = tree_leaves(step.operator(*args, **kwargs))
-        for made, result in zip(step.makes, results, strict=True):
-            if made is not None:
-                live[made] = result.untyped_storage()
+        for allocated, result in zip(step.makes, results, strict=True):
+            if allocated is not None:
+                live[allocated] = result.untyped_storage()
 
     def _input_storage(self, number: int) -> torch.UntypedStorage:
         entry = self._inputs[number]
@@ -315,7 +315,7 @@ _UNDECLARED = ("running_mean", "running_var")
 """Arguments that normalizations (``native_batch_norm``) update although their schemas do not declare it."""
 
 
-def _written(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _find_written(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Tensors that an operator updates in place."""
     written: list[Any] = []
     for position, argument in enumerate(operator._schema.arguments):
@@ -326,7 +326,7 @@ def _written(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list
     return [value for value in written if isinstance(value, torch.Tensor)]
 
 
-def _generator_states(operator: Any, leaves: Sequence[Any]) -> tuple[tuple[torch.Generator, torch.Tensor], ...]:
+def _save_generator_states(operator: Any, leaves: Sequence[Any]) -> tuple[tuple[torch.Generator, torch.Tensor], ...]:
     """The generators that an operator may draw from, with their states."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return ()
@@ -346,7 +346,7 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 
 @contextlib.contextmanager
-def _drawing(states: Sequence[tuple[torch.Generator, torch.Tensor]]) -> Iterator[None]:
+def _use_generator_states(states: Sequence[tuple[torch.Generator, torch.Tensor]]) -> Iterator[None]:
     """Context manager in which generators have these states; afterwards they have their own."""
     before = [(generator, generator.get_state()) for generator, _ in states]
     try:
@@ -359,7 +359,7 @@ def _drawing(states: Sequence[tuple[torch.Generator, torch.Tensor]]) -> Iterator
 
 
 @contextlib.contextmanager
-def _as_recorded(devices: Collection[str]) -> Iterator[None]:
+def _below_autograd(devices: Collection[str]) -> Iterator[None]:
     """Context manager below autograd and autocast, where the operations were recorded."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())

@@ -78,8 +78,8 @@ def _checkpointed(base: Any, offload_to_cpu: bool) -> type[Any]:
             return checkpoint(functools.partial(run, self), *args, **kwargs)
 
     def reduce(self: Any, protocol: int) -> Any:
-        _, (_, *arguments), *rest = base.__reduce_ex__(self, max(protocol, 2))
-        return (_new, (base, offload_to_cpu, *arguments), *rest)
+        _, (_, *arguments), *state = base.__reduce_ex__(self, max(protocol, 2))
+        return (_new, (base, offload_to_cpu, *arguments), *state)
 
     names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     body = {**names, "forward": forward, "__reduce_ex__": reduce}

@@ -130,7 +130,7 @@ class Checkpointable(nn.Module):
         """
         if self._measured is None:
             raise ValueError("Checkpointable: nothing was measured; call measure(input) first.")
-        *rest, loss = self._measured.backward_temporary
+        *temporaries, loss = self._measured.backward_temporary
         measured = self._measured
         self.chain = Chain(
             forward=measured.forward,
@@ -138,7 +138,7 @@ class Checkpointable(nn.Module):
             boundary=measured.boundary,
             saved=measured.saved,
             forward_temporary=measured.forward_temporary,
-            backward_temporary=(*rest, loss + self.loss_tmp_memory_usage),
+            backward_temporary=(*temporaries, loss + self.loss_tmp_memory_usage),
         )
         return self.chain
 

@@ -32,32 +32,32 @@ def measure_layers(layers: SequenceOf[nn.Module], value: Any, device: torch.devi
         the chain; a gradient of a parameter counts as a temporary of its backward and of all later ones, since it
         stays.
     """
-    forward, backward, boundary, saved, temporary, backward_temporary = [], [], [_bytes(value)], [0], [], []
-    with _left_alone(layers, device):
+    forward, backward, boundary, saved, temporary, backward_temporary = [], [], [_count_bytes(value)], [0], [], []
+    with _restore_state_after(layers, device):
         for layer in layers:
             # Each layer is measured alone: its input is cut off from the layers before it.
-            value = _detached(value)
+            value = _detach(value)
             with torch.enable_grad():
                 # Seconds first: they run the layer several times, and what it allocates once is there when memory is
                 # measured.
-                forward.append(_seconds(functools.partial(layer, value), device))
+                forward.append(_time_call(functools.partial(layer, value), device))
                 with measure_peak(device) as ran:
                     result = layer(value)
                 held = ran.current
                 saved.append(held)
                 temporary.append(ran.bytes - held)
-                boundary.append(_bytes(result))
-                outputs = [leaf for leaf in _floats(result) if leaf.requires_grad]
-                inputs = [leaf for leaf in _floats(value) if leaf.requires_grad]
+                boundary.append(_count_bytes(result))
+                outputs = [leaf for leaf in _find_floats(result) if leaf.requires_grad]
+                inputs = [leaf for leaf in _find_floats(value) if leaf.requires_grad]
                 parameters = [p for p in layer.parameters() if p.requires_grad]
                 # Ones as incoming gradients: their values change nothing in time or memory.
                 seeds = [torch.ones_like(output) for output in outputs]
-                wanted = (*inputs, *parameters)
-                differentiate = functools.partial(torch.autograd.grad, outputs, wanted, seeds, allow_unused=True)
-                differentiable = bool(outputs and wanted)
+                sources = (*inputs, *parameters)
+                differentiate = functools.partial(torch.autograd.grad, outputs, sources, seeds, allow_unused=True)
+                differentiable = bool(outputs and sources)
                 # The graph is needed once more, for the memory of a backward that frees it.
-                again = functools.partial(differentiate, retain_graph=True)
-                backward.append(_seconds(again, device) if differentiable else 0.0)
+                differentiate_again = functools.partial(differentiate, retain_graph=True)
+                backward.append(_time_call(differentiate_again, device) if differentiable else 0.0)
                 with measure_peak(device) as ran:
                     if differentiable:
                         differentiate()
@@ -86,7 +86,7 @@ def measure_layers(layers: SequenceOf[nn.Module], value: Any, device: torch.devi
 _TIMES = 3
 
 
-def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+def _time_call(call: Callable[[], Any], device: torch.device) -> float:
     """Median of some calls, after one to warm up."""
     call()
     seconds = []
@@ -101,16 +101,16 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
     return statistics.median(seconds)
 
 
-def _floats(value: Any) -> list[torch.Tensor]:
+def _find_floats(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
-def _bytes(value: Any) -> int:
+def _count_bytes(value: Any) -> int:
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     def detach(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
@@ -120,7 +120,7 @@ def _detached(value: Any) -> Any:
 
 
 @contextmanager
-def _left_alone(layers: SequenceOf[nn.Module], device: torch.device) -> Iterator[None]:
+def _restore_state_after(layers: SequenceOf[nn.Module], device: torch.device) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for layer in layers for buffer in layer.buffers()]
     restore = torch_private.save_rng_states([device] if device.type == "cuda" else [])
     try:

@@ -113,7 +113,7 @@ class _SequenceReader:
 
 
 def run(
-    functions: SequenceOf[Callable[..., Any]], how: tuple[Kept | Rerun, ...], value: Any, preserve_rng_state: bool
+    functions: SequenceOf[Callable[..., Any]], items: tuple[Kept | Rerun, ...], value: Any, preserve_rng_state: bool
 ) -> Any:
     """Run layers as nested checkpoints.
 
@@ -122,7 +122,7 @@ def run(
         value: the input of the first.
         preserve_rng_state: whether recomputation draws the same random numbers.
     """
-    for item in how:
+    for item in items:
         if isinstance(item, Kept):
             value = functions[item.index](value)
         else:
@@ -136,18 +136,18 @@ class _Runner:
     """A run of layers as a function, named after them."""
 
     def __init__(
-        self, functions: SequenceOf[Callable[[Any], Any]], how: tuple[Kept | Rerun, ...], preserve_rng_state: bool
+        self, functions: SequenceOf[Callable[[Any], Any]], items: tuple[Kept | Rerun, ...], preserve_rng_state: bool
     ) -> None:
-        self._functions, self._how, self._preserve = functions, how, preserve_rng_state
-        layers = list(_layers(how))
+        self._functions, self._items, self._preserve = functions, items, preserve_rng_state
+        layers = list(_list_layers(items))
         self.__qualname__ = f"layers {layers[0]} to {layers[-1]}"
 
     def __call__(self, value: Any) -> Any:
-        return run(self._functions, self._how, value, self._preserve)
+        return run(self._functions, self._items, value, self._preserve)
 
 
-def _layers(how: tuple[Kept | Rerun, ...]) -> Iterator[int]:
-    for item in how:
+def _list_layers(items: tuple[Kept | Rerun, ...]) -> Iterator[int]:
+    for item in items:
         if isinstance(item, Kept):
             yield item.index
         else:
