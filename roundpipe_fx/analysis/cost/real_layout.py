@@ -4,8 +4,14 @@ Fake kernels of operators that are decompositions order a result's dimensions li
 does, or choose other strides for dimensions of size 1. The latter do not change addresses, but kernels choose the order
 of their loops by them, and thereby the rounding.
 
-A pointwise operator is run on small tensors with the layouts of its operands, which determines its result's layout;
-other operators are run as they are, which measures their workspace too (:mod:`roundpipe_fx.analysis.cost.probe`).
+A pointwise operator is run on small tensors with the layouts of its operands, which determines its result's layout.
+Sizes 0, 1 and 2 stay, larger ones become 3, and the order of strides stays::
+
+    operand     sizes (8, 512, 12, 64), a transposed view     strides (393216, 64, 32768, 1)
+    small       sizes (3, 3, 3, 3)                            strides (27, 3, 9, 1)         what the kernel gets
+    result      strides (27, 3, 9, 1) as well, so those of the operand; (27, 9, 3, 1) would be those of a dense result
+
+Other operators are run as they are, which measures their workspace too (:mod:`roundpipe_fx.analysis.cost.probe`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,22 @@
 """Workspaces: bytes that an operator's kernel allocates and frees before it returns.
 
 Convolutions reorder their operands, attention keeps sums for each thread, operands of another dtype are converted
-first. This is not visible in a graph, so it is measured: each distinct operator call is run once, alone, on made-up
-operands, and the bytes that the allocator hands out are recorded. Custom operators are not run for this, because what
-they do may depend on data, or have effects outside of this process; nor are operators with bodies (``cond``, ``scan``),
-which run them as data decides, nor those of PyTorch's own that might end the process
-(:mod:`roundpipe_fx.analysis.cost.operand_rules`) or have no memory to run in. Where a formula gives the workspace of a
-CUDA kernel (:mod:`roundpipe_fx.analysis.cost.workspace_formulas`), it takes the place of a measurement that cannot be
-made, on a device that is not there as well. The other workspaces are measured as steps run
-(:class:`roundpipe_fx.api.learned.Learned`), and so is the memory that compiled stages take beyond their plan. What
-collectives copy is known, and must not be observed: processes would plan for different bytes.
+first. None of this is visible in a graph. The bytes of a call come from the first source that applies::
+
+    views, operations that only have an effect      none: they allocate nothing
+    collectives                                     known: the bytes that they copy. Observed ones would differ
+                                                    between processes, which must plan alike
+    custom operators, those with bodies (scan)      observed as steps run: what they do may depend on data, or have
+                                                    effects outside of this process
+    PyTorch's operators                             measured: each distinct call is run once, alone, on synthetic
+                                                    operands, and the allocator is watched
+    those that cannot be measured                   a formula, for some CUDA kernels
+    all others                                      0, marked as untried, and observed as steps run
+
+A call cannot be measured if it might end the process (:mod:`roundpipe_fx.analysis.cost.operand_rules`), if there is no
+memory to run it in, or if the device is not present: then formulas
+(:mod:`roundpipe_fx.analysis.cost.workspace_formulas`) are all there is. What steps observe is kept in
+:class:`roundpipe_fx.api.learned.Learned`, and so is the memory that compiled stages take beyond their plan.
 """
 
 from __future__ import annotations

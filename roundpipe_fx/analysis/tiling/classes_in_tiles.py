@@ -2,7 +2,17 @@
 
 The forward must read only log-probabilities of labels or their sum over all classes, and the incoming gradient must
 consist, for each row, of a value at its label and a value that is the same for all classes. Cross entropies qualify,
-also with class weights, ignored labels and label smoothing.
+also with class weights, ignored labels and label smoothing. With label smoothing, a sum over 6 rows of 50 classes::
+
+    scores[6, 50] ──▶ _log_softmax ─┬─▶ nll_loss_forward        reads the log-probability at each row's label
+                                    └─▶ sum over dimension 1    reads their sum over the classes
+
+    nll_loss_backward ──┐                                       a number at each row's label, zeros elsewhere
+                        ├─ add ─▶ g ─▶ _log_softmax_backward_data
+    expand to [6, 50] ──┘                                       a number for each row, the same for all classes
+
+The gradient of the scores is ``g - softmax(scores)·Σg``, and Σg follows from the two numbers of each row. So neither
+the log-probabilities nor g need exist for all classes at once.
 """
 
 from __future__ import annotations

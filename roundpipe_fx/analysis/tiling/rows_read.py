@@ -2,7 +2,15 @@
 
 A loss of ``logits[:, :-1]`` does not read the logits of last tokens, so the operations that compute them can skip these
 rows, back to the narrow value from which they are computed. The backward of a slice fills the skipped rows with zeros.
-Readers that are proportional to it turn these into zeros or add them to sums, so they can skip the rows too.
+Readers that are proportional to it turn these into zeros or add them to sums, so they can skip the rows too. For two
+sequences of four tokens, whose last ones are dropped::
+
+    forward     x[8, 4] ─── mm ──▶ h[8, 64] ── tanh, view ──▶ [2, 4, 64] ── slice ──▶ [2, 3, 64]
+    instead     x[6, 4] ─── mm ──▶ h[6, 64] ── tanh, view ──▶ [2, 3, 64]              x is sliced: it is narrow
+
+    backward    [2, 3, 64] ── zeros for last tokens ──▶ [2, 4, 64] ── view, tanh' ──▶ dh[8, 64] ─┬─ mm ──▶ dx[8, 4]
+    instead     [2, 3, 64] ── view, tanh' ──▶ dh[6, 64] ─┬─ mm ──▶ dx[6, 4] ── zeros ──▶ [8, 4]  └─ mm ──▶ dw[4, 64]
+                                                         └─ mm ──▶ dw[4, 64], from xᵀ[4, 6]
 
 Without this, no tile region would form around a slice: its rows differ from those of its operand.
 """

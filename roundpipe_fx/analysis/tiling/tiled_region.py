@@ -3,7 +3,17 @@
 A value is *wide* if it is much larger than what the region reads and returns by rows: the logits of a language model,
 the inner width of an MLP, attention scores. From the widest value on, its makers and readers join as long as they work
 on each row alone (:mod:`roundpipe_fx.analysis.dimensions`), forward and backward together; the region ends where values
-are narrow. What has no rows is read by every tile (weights), or is the sum over tiles (gradients of weights).
+are narrow (:mod:`roundpipe_fx.analysis.tiling.growth`). In an MLP, with x of 96 rows::
+
+    value                         rows in        in the loop
+    x[96, 4], dy[96, 4]           dimension 0    read tile by tile
+    w1[4, 64], w2[64, 4]          none           read whole by every tile
+    h = x·w1, a = tanh(h)         dimension 0    exist for one tile at a time: 64 numbers a row
+    y = a·w2                      dimension 0    each tile writes its part
+    dw1 = xᵀ·dh, dw2 = aᵀ·dy      none           sums over tiles
+
+In 5 tiles, each has 20 rows and the last one 16. In 96 tiles there would be one row in each, but a product of one row
+runs in another kernel, which rounds otherwise: so each tile has 2 rows, and there are 48 tiles.
 
 The rows of a loss head may be its classes (the words of a vocabulary) instead: gradients of its weights are then
 assembled from tiles, and every tile reads the same input. For this, the log-softmax is rewritten with sums over classes

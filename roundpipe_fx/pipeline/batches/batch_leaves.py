@@ -1,7 +1,16 @@
 """Batch leaves: which parts of a batch are split, and along which dimension.
 
-By convention a tensor has a row for each sample. A list may have an item for each sample instead: by the number of its
-items and the sizes of their tensors, compared with the batch's, it is one or the other. What may be both is an error.
+By convention a tensor has a row for each sample. A list may have an item for each sample instead. Which of the two it
+is follows from the number of its items and the first sizes of its tensors, compared with the batch's rows. The rows are
+those of the first tensor outside of lists that has more than one, else of the labels, else of the lists themselves::
+
+    with 7 rows                                    items are samples    tensors have rows
+    7 images of 3 channels                         yes                  no                     split by items
+    2 tensors of 7 rows                            no                   yes                    each is split
+    7 tensors of 7 rows                            yes                  yes                    refused
+    2 tensors of 3 and 5 rows                      no                   no                     refused
+    7 strings                                      yes                  no tensors             refused
+    3 strings                                      no                   no tensors             the same for each
 """
 
 from __future__ import annotations
@@ -351,7 +360,7 @@ def keep_unmatched_inputs_whole(leaves: list[BatchLeaf], warn: bool = False) -> 
     """By convention an input whose size differs from the batch's, and that no other input shares, is the same for each.
 
     The batch's size is that of the inputs that are specified to be split, or of the first input that has more than one
-    row. Sizes that several inputs share are a mistake, which :func:`_size` reports.
+    row. Sizes that several inputs share are a mistake, which :func:`check_batch_sizes` reports.
 
     Args:
         warn: whether to warn if only the order of the inputs determines which one is the batch.

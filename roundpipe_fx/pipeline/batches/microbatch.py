@@ -2,9 +2,16 @@
 
 Without a specification every tensor of the batch's size is split along dimension 0; numbers, ``None``, zero-dimensional
 tensors and objects without tensors are the same for every microbatch. Mappings, dataclasses and what else
-:mod:`roundpipe_fx.pipeline.batches.structures` can take apart is split part by part, and specifications are as it says;
-a list may have an item for each sample. What is not understood is an error. A callable does everything itself, as in
-RoundPipe.
+:mod:`roundpipe_fx.pipeline.batches.structures` can take apart is split part by part; a list may have an item for each
+sample. A batch of 7 rows in 3 microbatches::
+
+    x         tensor (7, 4)                           (3, 4)  (2, 4)  (2, 4)
+    images    list of 7 tensors of different sizes    3, 2 and 2 items: there is one for each sample
+    levels    tensors (7, 16) and (7, 32)             (3, 16), (3, 32)   (2, 16), (2, 32)   (2, 16), (2, 32)
+    mask      tensor (1, 4), "train", 0.5, None       the same for each
+    pair      list of 7 tensors of 7 rows             an error: it may be either; so are 7 strings
+
+What is not understood is an error that says how to specify it. A callable does everything itself, as in RoundPipe.
 
 Offsets of sequences that are packed into one row (``cu_seqlens``) are no rows of a batch, whatever their number. They
 begin with zero, rise, and end with the size of the tensor that the sequences are packed in. Parts of them mean nothing,

@@ -1,12 +1,22 @@
 """Structures: Python values that hold tensors, taken apart and put together again with their types.
 
 Understood are lists, tuples, dictionaries and other mappings (``BatchEncoding``), named tuples, dataclasses,
-``SimpleNamespace`` and what is registered with ``torch.utils._pytree``. Any other object is a leaf:
-:func:`holds_tensors` tells whether tensors are hidden in it.
+``SimpleNamespace``, caches of Hugging Face and what is registered with ``torch.utils._pytree``. Any other object is a
+leaf: :func:`holds_tensors` tells whether tensors are hidden in it. A leaf has a path, and the text by which a program
+would refer to it::
+
+    {"x": t, "pair": [1, Pair(x=2, y=t)], "ns": SimpleNamespace(a=3)}
+
+    ("x",)          ['x']
+    ("pair", 0)     ['pair'][0]
+    ("pair", 1, "x")    ['pair'][1].x         a named tuple's parts have names
+    ("pair", 1, "y")    ['pair'][1].y
+    ("ns", "a")     ['ns'].a
 
 Specifications of how values are split or merged, as those of ``torch.distributed.pipelining``, are trees like the
 value's, or a prefix of it, of ``TensorChunkSpec(dim)`` (or just the ``int``) and ``_Replicate`` (or just ``None``); in
-outputs also a reducer like ``sum_reducer``. Fields of records are specified by name, in a dict.
+outputs also a reducer like ``sum_reducer``. Fields of records are specified by name, in a dict. Above,
+``{"x": 0, "pair": None}`` splits x along dimension 0, and every microbatch gets the whole pair.
 """
 
 from __future__ import annotations
