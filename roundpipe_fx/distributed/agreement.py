@@ -3,7 +3,11 @@
 Planning is deterministic, so ranks with equal inputs make equal plans. If options, batches, code or versions differ,
 schedules differ too, and ranks would wait for each other forever. Ranks therefore exchange digests, and the full texts
 if digests differ. Options and batch are compared before tracing: a wrong batch must not leave one rank with a graph
-that others lack. Graph and plan are compared before the run. Replicas have their own batches and may plan differently.
+that others lack. Graph and plan are compared before the run. Replicas have their own batches and may plan differently::
+
+    options, batch ── digests ──▶ equal? ── trace, plan ──▶ graph, plan ── digests ──▶ equal? ── run
+                                    │ no                                                 │ no
+                                    └── full texts ──▶ an error on all ranks ◀── full texts
 
 Most steps repeat an agreed one. A rank then finds its graph and plan without tracing, and all digests are exchanged at
 once, as numbers (:func:`known_to_all`). If a digest differs or a rank must trace, all ranks use the exchanges above,

@@ -2,7 +2,15 @@
 
 A traced graph knows shapes, strides and dtypes. What depends on data (a number, a size that a step shows) travels
 first, as integers. Elements then travel dense, in the order of memory, and get the strides of the graph again:
-reductions accumulate in memory order, so other strides would be other bits.
+reductions accumulate in memory order, so other strides would be other bits::
+
+    value                                    integers that travel first     elements that travel
+    tensor (2, 3), strides (3, 1)            none                           6
+    tensor (2, 3), strides (1, 2)            none                           6, column by column, as they lie in memory
+    tensor (2, 3), strides (1, 0)            none                           2: what is repeated travels once
+    tensor of 2 dimensions, size unknown     4: its shape and strides       as many as these say
+    int, bool                                1                              none
+    float                                    1: the bits of the double      none
 """
 
 from __future__ import annotations

@@ -3,11 +3,17 @@
 Every rank has the whole model as objects, so that each traces it: names, shapes, hooks and guards are those of the
 model. A rank owns the parameters and buffers that its stages read or update; of the others the storage is resized to
 nothing, as FSDP does with parameters that are sharded. A model that was built on the meta device gets tensors without
-memory on the rank's device first; what a rank owns gets memory when it is loaded or initialized.
+memory on the rank's device first; what a rank owns gets memory when it is loaded or initialized::
 
-Single numbers (a counter of batches) keep their few bytes everywhere, since Dynamo reads them when it traces.
+    tensor                           stages that read it    on rank 0              on rank 1
+    embedding                        of rank 0              its memory             resized to nothing
+    weight of a later block          of rank 1              resized to nothing     its memory
+    weight that is tied to both      of both                its memory             its memory
+    tensor that no stage reads       —                      its memory             resized to nothing
+    single number (a counter)        —                      its few bytes          its few bytes
 
-A tensor that no stage reads belongs to the first rank, so that the ranks together have all of the model.
+Single numbers keep their bytes everywhere since Dynamo reads them when it traces. What no stage reads belongs to the
+first rank, so that the ranks together have all of the model.
 """
 
 from __future__ import annotations

@@ -2,10 +2,15 @@
 
 Sends and receives are started in the orders of :mod:`roundpipe_fx.distributed.transfer_orders` and run beside what the
 rank computes. What is in flight costs memory at both ends: received values from the action at which their receive is
-started, as the plan counts them; sent ones until they were waited for. With a budget that is before the next action,
-since the plan lets a value die with the action that computes it. Without one it is an action later, so that sending
-overlaps with it, and what one action has sent lives for one action more. To a rank to which values of unknown size are
-sent, sends are waited for at the end, and what was sent lives until then, which no plan counts.
+started, as the plan counts them; sent ones until they were waited for::
+
+    with a budget       F0.0  send v0  wait for v0  F0.1  send v1  wait for v1  F0.2
+    without             F0.0  send v0               F0.1  send v1  wait for v0  F0.2
+
+With a budget, sends are waited for before the next action, since the plan lets a value die with the action that
+computes it. Without one they are waited for an action later, so that sending overlaps with it, and what one action has
+sent lives for one action more. Sends to a rank that also gets values of unknown size are waited for at the end, and
+what was sent lives until then, which no plan counts.
 
 If a stage raises, its rank reports that and goes through its remaining transfers with zeros, which nobody uses. So no
 operation of another rank is left without its counterpart: every rank comes to its next action, sees the report, and

@@ -1,7 +1,14 @@
 """Buffer versions: buffers that a step updates in place, such as the running statistics of batch norm.
 
 Each microbatch reads the version that the previous one has written, on whatever device that ran. The caller's tensors
-themselves are updated when the step is over.
+themselves are updated when the step is over. With a buffer ``mean`` that each of three microbatches updates::
+
+    read by microbatch 0    the caller's tensor, at once
+    written by 0            version 0, with the event after which it may be read
+    read by 1               waits in the worker's thread for version 0; then the compute stream waits for its event
+    written by 1            version 1
+    read by 2               waits for version 1
+    end of the step         the caller's tensor gets version 2
 """
 
 from __future__ import annotations

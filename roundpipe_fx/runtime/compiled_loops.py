@@ -1,7 +1,11 @@
 """Tile loops in compiled stages: one opaque operator for a stage compiler, around bodies that it compiles on their own.
 
 A compiled body does not write over the sums: it returns what is to be added, and the loop adds it. A matrix product is
-added without being made, as in eager stages.
+added without being made, as in eager stages. For a body that returns the tile's part of a and sums up dw::
+
+    as planned      body(x, dy, dw_sum): a = tanh(x);  add_product_to(dw_sum, aᵀ, dy);  return (a,)
+    as compiled     body(x, dy):         a = tanh(x);  return (a, aᵀ, dy)
+    around it       add_product_to(dw_sum, aᵀ, dy), sums in the order of the planned body: their bits depend on it
 """
 
 from __future__ import annotations

@@ -2,7 +2,14 @@
 
 A parameter can be updated once its last gradient has been added and no later action, on any device, reads the parameter
 or a view of its memory. Updates of offloaded parameters also wait until gradients have been copied to the host. The
-copy of the parameter to the device has ended by then, since it precedes the computation of the gradient.
+copy of the parameter to the device has ended by then, since it precedes the computation of the gradient. For w0 of
+stage 0, w1 of stage 1, and w that both stages read, with two microbatches::
+
+    device 0    F0.0  F0.1         B0.0  B0.1 │           w0: only this device touches it, so it is updated here
+    device 1          F1.0  B1.0   F1.1  B1.1 │           w1: likewise
+                                              └─ w: each device leaves its part of the gradient behind its last
+                                                 action that touches w; the later of the two submits both parts,
+                                                 in the order of the devices
 """
 
 from __future__ import annotations

@@ -2,7 +2,15 @@
 
 On the CPU everything runs in the worker's thread, and a tensor is sent as it is. An accelerator has a compute stream
 and a copy stream for each direction: values are copied on the copy streams while both devices compute, and the
-receiving compute stream waits for an event. The host waits for nothing.
+receiving compute stream waits for an event. The host waits for nothing::
+
+    device 0   compute     [ F0.0 ]• ready [ F0.1 ]• ready
+               outgoing            [ copy of v ]     [ copy of v ]
+    device 1   incoming            [ copy of v ]•    [ copy of v ]•     arrived: recorded behind the copy
+               compute                          [ F1.0 ]         [ F1.1 ]
+
+Both copy streams wait for ``ready``, and the compute stream of device 1 for ``arrived``. Workers of one device share
+its memory: nothing is copied, and the receiver waits for ``ready``.
 """
 
 from __future__ import annotations

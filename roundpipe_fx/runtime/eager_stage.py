@@ -1,7 +1,16 @@
 """An eager stage: a stage module's graph as one Python function, which calls PyTorch's operators one by one.
 
 FX's own code generator writes code that can be imported anywhere, which is slow to generate and compile. Here every
-callable, and every constant without a plain literal, is bound to a name in the function's globals instead.
+callable, and every constant without a plain literal, is bound to a name in the function's globals instead. A value's
+only reference is its name, which is set to ``None`` behind its last use::
+
+    def forward_0(args):
+        x, w, = args
+        args.clear()
+        h = aten_mm_default(x, w); x = w = None
+        relu_default = aten_relu_default(h); h = None
+        sum_default = aten_sum_default(relu_default)
+        return (relu_default, sum_default, )
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""Accumulated gradients of a step, on one device or on all of them."""
+"""Accumulated gradients of a step, on one device or on all of them.
+
+The first gradient may be a view of a stage's result, or a value that others read: it is kept as it is, and not written
+to. The second one makes a sum that belongs to the accumulator, to which further ones are added in place::
+
+    add(w, view)                     the view itself
+    add(w, g)                        view + g, new memory
+    add(w, g)                        the same memory, added in place
+    add(w, g, owned=True) first      g itself, which the next one is added to in place
+"""
 
 from __future__ import annotations
 

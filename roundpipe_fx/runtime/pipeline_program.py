@@ -2,7 +2,15 @@
 
 They are to several microbatches on several devices what the executor is to one microbatch on one device. For a schedule
 it is determined in advance, for each device, what each action reads, which values die with it, and what it sends to
-which device. Running is then a loop over instructions.
+which device. Running is then a loop over instructions::
+
+    action F1.0 of device 1, which reads v of F0.0 and computes h and the loss
+    receives    F0.0: its message has arrived before the action runs
+    code        inputs (value v, primal w1), outputs (h, loss)
+    dying       no; v is read again by B1.0 on this device
+    kept        h, which B1.0 reads
+    sends       to nobody; F0.0's instruction sends v to device 1
+    results     the loss, which is output 0 of the forward
 """
 
 from __future__ import annotations

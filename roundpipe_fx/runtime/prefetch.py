@@ -1,6 +1,16 @@
 """Prefetching: copies an offloaded model's tensors to a device for the residency windows that read them.
 
-Residency windows are defined in :mod:`roundpipe_fx.schedules.residency`.
+Residency windows are defined in :mod:`roundpipe_fx.schedules.residency`. A window's tensors are copied while the window
+before it runs, and freed if neither the window that begins nor the next one reads them. For three stages of one device,
+each of which reads one weight, and the order F0 F1 F2 B2 B1 B0::
+
+    before      window      freed    copied and waited for    copied meanwhile, for the next window
+    F0          F0          —        w0                       w1
+    F1          F1          w0       —                        w2
+    F2          F2 B2       —        —                        —: w1 stays, since the next window reads it
+    B1          B1          w2       —                        w0
+    B0          B0          w1       —                        —
+    the end     —           w0       —                        —
 """
 
 from __future__ import annotations

@@ -3,8 +3,15 @@
 Generators belong to the process (CPU) or the device, and several workers would draw from them in an undefined order. So
 each microbatch has its own generator state: it is set around each operation that draws, under a lock, and the previous
 state is restored. Random numbers then depend on the seed and on the index of the microbatch, not on threads, devices or
-the schedule. The first microbatch starts from the generator's current state, so a step of one microbatch draws the same
-numbers as a step without pipelining, and leaves the generator in the same state.
+the schedule::
+
+    state s of the generator when the step begins
+    microbatch 0    starts from s itself
+    microbatch n    starts from a seed: a hash of s and n, whatever the number of microbatches
+    after the step  the generator has the state in which microbatch 0 has left its own
+
+So a step of one microbatch draws the same numbers as a step without pipelining, and leaves the generator in the same
+state.
 """
 
 from __future__ import annotations

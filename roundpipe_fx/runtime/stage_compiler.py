@@ -1,6 +1,15 @@
 """Stage compilers: make stage modules callable.
 
-Modules that do the same work on the same shapes are compiled once.
+Modules that do the same work on the same shapes are compiled once. Code that Inductor writes depends on more than the
+graph: on inputs that arrive expanded, and on inputs that die in the call, whose memory it may write over. So there may
+be several pieces of code for a module, each compiled when a call first needs it::
+
+    a call ──▶ compile_by_arrival      one piece of code for each set of inputs that arrive expanded
+               compile_by_donation     one for each set of inputs that nothing else refers to
+               start_from_zeros        sums that do not exist yet begin as zeros
+               compiled code, in which a tile loop is one opaque operator
+
+An eager stage needs none of these: its operators take what they get.
 """
 
 from __future__ import annotations

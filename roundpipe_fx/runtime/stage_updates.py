@@ -3,8 +3,15 @@
 Torch's optimizers compute the update of each parameter from its own gradient and state. So one step for all parameters
 may be made as several steps, each for the parameters whose gradients are complete, with the same bits. They run in a
 thread of their own, beside the workers: on the host, where an offloaded model's parameters lie, the backward of earlier
-stages goes on meanwhile. DeepSpeed's ZeRO-Offload (Ren et al., 2021) and RoundPipe (thustorage/RoundPipe) overlap the
-two with parameters that are one step old; here no read of a parameter precedes its update.
+stages goes on meanwhile. Of the jobs that wait, the latest runs first, since the next forward reads the first stages
+first, and their backward ends last::
+
+    worker      B2      B1      B0 │ F0 of the next step, which waits for the update of w0 only
+    submitted       w2      w1      w0
+    updates         [     w2     ][  w0  ][  w1  ]       w1 has waited longer than w0, and comes later
+
+DeepSpeed's ZeRO-Offload (Ren et al., 2021) and RoundPipe (thustorage/RoundPipe) overlap the two with parameters that
+are one step old; here no read of a parameter precedes its update.
 
 Each step is made by another optimizer of the same class, whose parameters share memory and state with the user's
 optimizer's: so hyperparameters are those of the time when the updates began, and ``.grad`` is the user's.

@@ -3,7 +3,13 @@
 A call is alive from its forward until its saved values are freed: its backward has run, or can no longer run. This is
 observed rather than counted: autograd holds the saved values that the forward program returned, and a weak reference to
 one of their storages dies with it, whether a backward reads it, the output is dropped, or an exception ends the step. A
-step lasts from a forward that finds no call alive until no call is alive.
+step lasts from a forward that finds no call alive until no call is alive. For ``b(a(x))`` and its backward::
+
+    event                    alive    recorded
+    forward of a             a        (FORWARD, 0)
+    forward of b             a, b     (FORWARD, 1); b reads the output of a: no loss is computed from that
+    backward of b            a        (BACKWARD, 1), (FREED, 1)
+    backward of a            none     (BACKWARD, 0), (FREED, 0): the step is over, and is reported
 """
 
 from __future__ import annotations

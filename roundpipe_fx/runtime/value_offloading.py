@@ -1,8 +1,15 @@
 """Value offloading: copies a worker's values to the host and back, as the plan decided.
 
 :class:`roundpipe_fx.schedules.offloads.Offload` holds the positions of the copies. A value is copied with its whole
-storage, so it returns with the same bits, strides and dtype, in new memory. If the backwards run later than the
-forwards, the first run leaves the values on the host to the second.
+storage, so it returns with the same bits, strides and dtype, in new memory. At each of the four positions::
+
+    leaves     taken from the worker's values; the copy of its storage into a pinned buffer begins
+    freed      the compute stream waits for that copy; its memory on the device is freed
+    reloads    memory is allocated; the copy back begins
+    back       the compute stream waits for that copy; the value has its shape and strides again; the buffer is free
+
+If the backwards run later than the forwards, the first run leaves the values on the host to the second: it makes the
+first two of these steps, and the second run the others.
 """
 
 from __future__ import annotations
