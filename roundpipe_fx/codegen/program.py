@@ -2,7 +2,16 @@
 
 The forward program runs the forward of each stage, first to last, and returns the model's outputs and the saved values.
 The backward program goes through the stages from last to first, and runs the recompute module of each one, then its
-backward, whole or in two parts. Both follow AOTAutograd's calling convention, so that its runtime can call them.
+backward, whole or in two parts. Both follow AOTAutograd's calling convention, so that its runtime can call them. For
+two blocks x ─ up ─ tanh ─ down ─▶ y, each a stage, of which the first one is recomputed (weights are left out)::
+
+    forward(x)                         y0 = stage_0_forward(x)
+                                       a1, y1 = stage_1_forward(y0)               a1: the tanh of the second block
+                                       return y1, and saved: x, y0, a1
+    backward(x, y0, a1, dy1)           dw1, dy0 = stage_1_backward(dy1, y0, a1)
+                                       a0 = stage_0_recompute(x)
+                                       dw0 = stage_0_backward(x, dy0, a0)
+                                       return dw0, dw1
 """
 
 from __future__ import annotations

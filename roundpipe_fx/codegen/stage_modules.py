@@ -1,7 +1,15 @@
 """Stage modules: one GraphModule for each stage and phase.
 
 A stage module is stateless: parameters, saved values and gradients are all inputs, so it can run anywhere. It is
-*boxed*: it takes one list and clears it, so that a value is freed at its last use inside.
+*boxed*: it takes one list and clears it, so that a value is freed at its last use inside. What a module computes for
+others are its outputs; stages that do the same work on the same shapes share a graph::
+
+    stage    phase        reads                          computes for others
+    0        forward      w0, x                          y0
+    1        forward      w1, y0                         y1, a1, which its backward reads
+    1        backward     w1, dy1, y0, a1                dw1, dy0
+    0        recompute    w0, x                          a0
+    0        backward     w0, dy0, x, a0                 dw0
 """
 
 from __future__ import annotations

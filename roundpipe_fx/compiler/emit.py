@@ -1,4 +1,16 @@
-"""Emission: what was decided is written into the graph, and stage modules and programs are emitted from it."""
+"""Emission: what was decided is written into the graph, and stage modules and programs are emitted from it.
+
+::
+
+    graph with stages, decisions
+        │ passes of planned graphs        recomputation, sums, early operations: every decision is in the graph
+        ▼
+    planned graph ── emit_stage_modules ──▶ a module for each stage and phase, with passes of stage modules on each
+        │                                   emit_forward_program, emit_backward_program ──▶ the order of calls
+        │ offload candidates              values that outlive calls: only programs have an order of calls
+        ▼
+    programs, with passes of programs: copies to the host, recomputation on a second stream
+"""
 
 from __future__ import annotations
 

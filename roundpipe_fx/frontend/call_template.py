@@ -1,7 +1,11 @@
 """Call templates: trees of arguments in which slots replace everything that changes from call to call.
 
 A graph can pass only tensors and sizes to an operator. All other arguments of a Python function are stored next to the
-graph as a template: the tree, with a slot in place of each tensor and each symbolic number.
+graph as a template: the tree, with a slot in place of each tensor and each symbolic number::
+
+    (x, [2, w], {"p": 0.5})     the arguments
+    x, w                        tensors, which the graph passes
+    (□0, [2, □1], {"p": 0.5})   the template: □n is tensor n
 """
 
 from __future__ import annotations

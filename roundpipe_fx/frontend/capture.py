@@ -1,7 +1,13 @@
 """Capture: from Dynamo's graph, through AOTAutograd, to a joint graph.
 
-AOTAutograd calls three functions of the compiler: one partitions the joint graph, which is where the passes run; the
-others compile the forward and, at the first backward, the backward.
+AOTAutograd calls the compiler back: once to partition the joint graph, which is where the passes run, then to compile
+the forward and, at the first backward, the backward::
+
+    Dynamo's graph ── masks, checkpoints, opaque backwards ──▶ AOTAutograd traces forward and backward
+    partition(joint graph)    ──▶ forward graph and backward graph          the plan is made here
+    forward(graph)            ──▶ a function of the inputs
+    backward(graph)           ──▶ a function of saved values and incoming gradients; at the first backward
+    inference(graph)          ──▶ instead of the three, for a graph without gradients
 """
 
 from __future__ import annotations

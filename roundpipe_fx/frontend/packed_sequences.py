@@ -5,6 +5,10 @@ sequences on the host. In our compilations Dynamo inlines the functions below in
 an operator of :mod:`roundpipe_fx.operators.packed`. Models that need it: taggers and acoustic models with an LSTM or a
 GRU over sentences of different lengths, whose graph otherwise breaks at each call of the three.
 
+A packed sequence has the rows of all sequences, step by step. Two sequences of 3 steps and 1 step::
+
+    padded [[1, 2, 3], [4, 0, 0]]  ──▶  data [1, 4, 2, 3], batch_sizes [2, 1, 1]
+
 The number of sequences is known from the padded tensor. The packed sequence stores it, because otherwise the size of
 the last states, which users add to and compare with others, would be known only at run time.
 """

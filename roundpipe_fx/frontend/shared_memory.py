@@ -2,7 +2,14 @@
 
 A traced graph is right for the way in which its inputs shared memory when it was traced: neither Dynamo nor AOTAutograd
 guards on that. So calls whose inputs share it in another way are run eagerly, and the user is told. The same is done
-where AOTAutograd cannot trace such inputs, or is wrong: where a graph returns a view of one of them.
+where AOTAutograd cannot trace such inputs, or is wrong: where a graph returns a view of one of them. With a buffer of 8
+elements, whose first half the model writes::
+
+    inputs                                    traced as                  a later call
+    buffer[:4], written, and buffer[2:6]      sharing, layouts noted     runs if its inputs overlap in the same way,
+                                                                         else eagerly, with a warning
+    the same, nothing written                 separate                   runs in any case
+    buffer[:4], written, and other memory     separate                   runs while it is separate
 """
 
 from __future__ import annotations

@@ -3,7 +3,16 @@
 A graph that was traced with symbolic sizes runs with many sizes, but its plan is made for numbers. A budget in bytes
 must hold for each size that the plan is used with. So the plan is made for sizes one step above the current ones, and
 used up to there; a guard makes Dynamo recompile beyond. If the plan recomputes, it is not used far below either, since
-smaller inputs need less recomputation. Steps are relative to the size, so sizes that are far apart need few plans.
+smaller inputs need less recomputation. Steps are relative to the size, so sizes that are far apart need few plans. With
+one symbolic size, of which a step is an eighth::
+
+    current size    planned for    used for, if it recomputes    if it recomputes nothing
+    1,000           1,120          889 … 1,120                   up to 1,120
+    1,024           1,152          911 … 1,152                   up to 1,152
+    37              41             33 … 41                       up to 41
+
+A size that the user bounds (``torch._dynamo.mark_dynamic(…, max=…)``) is planned for at its bound. If no plan fits the
+budget one step above, the current size itself is tried.
 """
 
 from __future__ import annotations
