@@ -148,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="It takes about a minute.")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"{STEPS} by default; others are not stored")
     steps = parser.parse_args().steps
-    title = f"what is there after the last of {steps} steps, less what was there after {steps // 4} (target: nothing)"
+    title = f"growth from step {steps // 4} to step {steps} (target: none)"
     rows = measured(steps)
     if steps == STEPS:
         report("growth", title, rows)

@@ -33,7 +33,7 @@ _MODELS = {"Llama 3.2 1B": llama_1b, "Llama 3.1 8B": llama_8b}
 def main() -> None:
     rows = [planned(*case) for case in fresh(_CASES)]
     devices = sorted({device for _, device, *_ in _CASES})
-    title = "recomputation within what the device has beside the weights"
+    title = "recomputation within the memory of the device minus the weights"
     report("host_tier", title, rows, rates_of(*devices))
 
 

@@ -331,7 +331,11 @@ def main() -> None:
         peer_rows += beside
         planning_rows.append(planning)
         report("tiling_lowest", "the lowest peak with tiles", lowest_rows)
-        report("tiling", "beside checkpoint per layer and tiles by hand: lowest peak, time at its peak", peer_rows)
+        report(
+            "tiling",
+            "compared with checkpoints per layer and hand-written tiles: lowest peak, time at the peer's peak",
+            peer_rows,
+        )
         report("tiling_planning", "CPU seconds of planning (target: ratio at most 1.3)", planning_rows)
     report("tiling_summary", "targets", summary(lowest_rows, peer_rows, planning_rows))
     if not arguments.cases:

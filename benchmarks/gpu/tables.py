@@ -14,34 +14,35 @@ from benchmarks.markdown import table
 _TEXTS = {
     peers.PART: (
         "Side by side on a GPU",
-        "A Llama with a large vocabulary and a GPT-2 with dropout, in bfloat16, forward and backward. Peaks are those "
-        "of the allocator, above what was allocated before the step. Ours have the peak of the peer as a budget. The "
-        "seconds of a first step are those without compiled code on the disk, beside other processes that compile.",
+        "A Llama with a large vocabulary and a GPT-2 with dropout, in bfloat16, forward and backward. A peak is the "
+        "allocator's, minus what was allocated before the step. Our budget is the peer's peak. The seconds of a first "
+        "step are measured without compiled code on disk, while other processes compile.",
     ),
     on_host.PART: (
         "A model on the host, on a GPU",
-        "A model of Qwen3-1.7B's shape whose parameters are on the host, as `nn.Sequential`, beside RoundPipe. With an "
-        "optimizer: AdamW on float32 copies of the parameters; stale: a step reads the parameters of one step before.",
+        "A model of Qwen3-1.7B's shape, written as `nn.Sequential`, whose parameters are on the host, compared with "
+        "RoundPipe. The optimizer is AdamW on float32 copies of the parameters; *stale* means that a step reads the "
+        "parameters of the step before.",
     ),
     budgets.PART: (
         "Budgets on a GPU",
-        "Bytes that the allocator counts in a step, beside those that were planned and those that were allowed. "
-        "`least` is the budget that the refusal of one byte names.",
+        "Bytes that the allocator counts in a step, compared with the planned bytes and with the budget. `least` is "
+        "the smallest budget that works, as named by the error for a budget of one byte.",
     ),
     by_stage.PART: (
         "Modelled and measured seconds on a GPU",
-        "Seconds of actions, means over microbatches, by the plan's timeline.",
+        "Seconds of each action, as means over the microbatches, from the plan's timeline.",
     ),
     forks.PART: (
         "Fork and join on a GPU",
-        "A step whose recomputation runs on a side stream, beside the same step on one stream.",
+        "A step whose recomputation runs on a side stream, compared with the same step on one stream.",
     ),
     syncs.PART: (
         "Host synchronizations on a GPU",
-        "Calls of CUDA's runtime in which the host waits for the device, in the backward of a mixture of experts, by "
-        "the profiler; and operators that synchronize or decide.",
+        "Calls to CUDA's runtime in which the host waits for the device, counted by the profiler in the backward of a "
+        "mixture of experts, and the operators in it that synchronize or decide.",
     ),
-    longest.PART: ("The longest step on a GPU", "One row of tokens, of the model on the host."),
+    longest.PART: ("The longest step on a GPU", "One row of tokens, with the model's parameters on the host."),
     "failed": ("Failed on a GPU", "What could not be measured."),
 }
 """By part: heading and text, in the order of the page."""
