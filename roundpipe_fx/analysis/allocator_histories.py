@@ -23,7 +23,7 @@ _IN_USE = ("active_allocated", "active_pending_free", "active_awaiting_free")
 
 
 def find_histories(device: torch.device, needed: int) -> tuple[History, ...]:
-    """The histories by which all plans for a device are judged; none where only rounded sizes count.
+    """Find the histories by which all plans for a device are judged; none where only rounded sizes count.
 
     Args:
         needed: the peak of a step, in bytes, without what is not split off.

@@ -88,7 +88,7 @@ class _Pool:
 
 
 def make_allocator(device: torch.device) -> CachingAllocator | None:
-    """A new simulated allocator for a CUDA device; ``None`` where only rounded sizes count."""
+    """Make a new simulated allocator for a CUDA device; ``None`` where only rounded sizes count."""
     settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     splits_all = "expandable_segments:true" in settings.lower().replace(" ", "")
     return None if device.type != "cuda" or splits_all else CachingAllocator()

@@ -46,7 +46,7 @@ def versions() -> Mapping[str, str]:
 
 
 def read_data(path: Path, header: Mapping[str, str]) -> Any:
-    """The data of a file.
+    """Read the data of a file.
 
     Args:
         header: as it was written with.

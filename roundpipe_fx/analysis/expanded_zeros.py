@@ -17,7 +17,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor, is_view
 
 
 def make_expanded_zeros(joint: JointGraph) -> dict[fx.Node, torch.Tensor]:
-    """An expanded scalar for each incoming gradient that is not expected."""
+    """Make an expanded scalar for each incoming gradient that is not expected."""
     expected = set(joint.expected_tangents)
     values = {}
     for tangent in joint.tangents:

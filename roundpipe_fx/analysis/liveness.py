@@ -69,7 +69,7 @@ def find_peak(
     list_live: bool = False,
     allocator: CachingAllocator | None = None,
 ) -> LivePeak:
-    """The peak of a sequence of events.
+    """Find the peak of a sequence of events.
 
     Args:
         sizes: bytes of each storage, indexed by its number.

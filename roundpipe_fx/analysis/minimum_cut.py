@@ -34,7 +34,7 @@ UNCUTTABLE = 2_000_000_000
 
 
 def choose_unit(sizes: Iterable[int]) -> int:
-    """The unit by which sizes are divided, so that they can be capacities.
+    """Choose the unit by which sizes are divided, so that they can be capacities.
 
     Their greatest common divisor, or a multiple of it if their total would otherwise exceed :data:`CAPACITY`.
     """

@@ -275,7 +275,7 @@ class ProgramEvents:
 
 
 def _find_dying(call: fx.Node, values: Mapping[fx.Node, list[int]], held: Collection[int]) -> list[int]:
-    """Positions of the arguments of a call that nothing refers to but the call."""
+    """Find the positions of the arguments of a call that nothing refers to but the call."""
     arguments: Any = call.args[0]
     later = set(held)
     # An input dies in the call if no later node of the program refers to it or to another value of the same memory.

@@ -335,7 +335,7 @@ class _OperationReader:
         return self._numbers.get(node)
 
     def allocate(self, node: fx.Node) -> int:
-        """A new storage, of the size of an input's value."""
+        """Number a new storage, of the size of an input's value."""
         self.segment_of.append(0)
         return self._numbers.allocate_bytes(tensor_bytes(tensor_values(node)))
 

@@ -78,7 +78,8 @@ def is_mask_only(mask: fx.Node) -> bool:
 
 
 def find_rng_shape_source(mask: fx.Node, reader: fx.Node) -> fx.Node | None:
-    """The gradient with the shape and layout of the input of the dropout that drew ``mask``; ``None`` if none has."""
+    """Find the gradient with the shape and layout of the input of the dropout that drew ``mask``; ``None`` if none
+    has."""
     if reader.target not in (aten.native_dropout_backward.default, aten.mul.Tensor) or reader.args[1] is not mask:
         return None
     gradient = reader.args[0]

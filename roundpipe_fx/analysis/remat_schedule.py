@@ -61,7 +61,7 @@ class RematSchedule:
     saved: frozenset[fx.Node] = frozenset()
 
     def copy_to(self, graph: fx.Graph) -> RematSchedule:
-        """The same schedule for a copy of the graph, whose nodes have the same names."""
+        """Return the same schedule for a copy of the graph, whose nodes have the same names."""
         named = {node.name: node for node in graph.nodes}
 
         def op(old: BackwardOp) -> BackwardOp:

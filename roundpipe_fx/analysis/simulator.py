@@ -41,7 +41,7 @@ def allocation_granularity(device: torch.device) -> int:
 
 
 def find_worst_history(course: Course, histories: Sequence[History], owners: Collection[int] = ()) -> History:
-    """The first history after which a step's peak is highest. Other arguments as for :func:`find_course_peak`."""
+    """Find the first history after which a step's peak is highest. Other arguments as for :func:`find_course_peak`."""
     # A step may begin after several different histories of the allocator; the plan is judged by the worst.
     peaks = [max(levels_of_course(course, CachingAllocator(), owners, history), default=0) for history in histories]
     return histories[peaks.index(max(peaks))]
@@ -53,7 +53,7 @@ def find_course_peak(
     owners: Collection[int] = (),
     history: History = NO_HISTORY,
 ) -> PeakMoment:
-    """The peak of a step.
+    """Find the peak of a step.
 
     Args:
         allocator: a new simulated allocator, if the device has a caching one. The peak is then the higher one of a
@@ -129,7 +129,7 @@ def _begin(course: Course, allocator: CachingAllocator, owners: Collection[int],
 
 
 def compute_course_footprint(course: Course, owners: Sequence[int | None] = (), beyond: int = 0) -> Footprint:
-    """The footprint of one call of a graph.
+    """Compute the footprint of one call of a graph.
 
     Args:
         course: course of its programs.

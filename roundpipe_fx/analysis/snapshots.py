@@ -40,7 +40,7 @@ class Snapshots:
         self._copies: dict[fx.Node, fx.Node] = {}
 
     def get_copy(self, source: fx.Node) -> fx.Node:
-        """The copy of ``source``, which is inserted at the first call."""
+        """Get the copy of ``source``, which is inserted at the first call."""
         if source not in self._copies:
             stage = min(user.meta[Mark.STAGE] for user in source.users if Mark.STAGE in user.meta)
             with self._joint.graph.inserting_before(next(self._joint.computed())):

@@ -64,7 +64,7 @@ def compute_footprint(
     gradients: Mapping[int, int],
     beyond: int = 0,
 ) -> Footprint:
-    """The footprint of a call.
+    """Compute the footprint of a call.
 
     Args:
         events: events of its forward, one for the loss outside the model, and those of its backward.

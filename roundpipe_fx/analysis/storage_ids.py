@@ -43,17 +43,17 @@ class StorageIds:
         self._leaves[node] = storages
 
     def allocate(self, value: torch.Tensor) -> int:
-        """A new storage, of the size of a tensor's storage."""
+        """Number a new storage, of the size of a tensor's storage."""
         return self.allocate_bytes(tensor_bytes([value]))
 
     def allocate_bytes(self, size: int) -> int:
-        """A new storage of ``size`` bytes."""
+        """Number a new storage of ``size`` bytes."""
         # Rounded up to the allocator's granularity: 1000 bytes are 1024 on CUDA.
         self.sizes.append(-(-size // self._granularity) * self._granularity)
         return len(self.sizes) - 1
 
     def allocate_tangent(self, value: torch.Tensor, expected: bool) -> int:
-        """A new storage for an incoming gradient; one that is not expected is an expanded scalar zero."""
+        """Number a new storage for an incoming gradient; one that is not expected is an expanded scalar zero."""
         # A gradient that the caller is not expected to give is an expanded zero: one element, whatever its shape.
         return self.allocate_bytes(dense_bytes(value) if expected else value.dtype.itemsize)
 

@@ -155,7 +155,7 @@ def _drop_storage(value: torch.Tensor) -> torch.Tensor:
 
 
 def _load_wrapper(code: str) -> Callable[[list[Any]], Sequence[Any]]:
-    """The function ``call`` of a wrapper's code, whose kernels do nothing."""
+    """Load the function ``call`` of a wrapper's code, whose kernels do nothing."""
     tree = ast.parse(code)
     # The import would replace `_Kernels` by the class that compiles kernels, and the `if` at the end benchmarks the
     # module.

@@ -38,7 +38,7 @@ def _note(parent: nn.Module, _name: str, child: nn.Module | None) -> None:
 
 
 def find_outer_ddp(model: nn.Module, state: Any) -> DistributedDataParallel | None:
-    """The DDP through which a step of a compiled model must go; ``None``: there is none.
+    """Find the DDP through which a step of a compiled model must go; ``None``: there is none.
 
     Args:
         state: what it has beside the model.

@@ -43,7 +43,7 @@ def make_backend(
     compile_state: StepCompileState | None = None,
     wrapper_memory: Callable[[], WrapperMemory] = WrapperMemory,
 ) -> Backend:
-    """A Dynamo backend with its options bound.
+    """Make a Dynamo backend with its options bound.
 
     Args:
         on_plan: called with each plan that is made.

@@ -487,7 +487,7 @@ def compiled_module(
         state = StateOverProcesses(model, options, mesh=mesh, pipelining=pipelining, **settings)
     # Without memory, a model's own methods of these names would write to nothing.
     compiled = make_sharing_instance(
-        model, CompiledModule, state, [name for name in _OWN if name not in state.of_processes]
+        model, CompiledModule, state, [name for name in _OWN if name not in state.process_methods]
     )
     state.compiled.append(weakref.ref(compiled))
     return compiled

@@ -47,10 +47,10 @@ class CompiledState:
     Attributes:
         own_options: whether it is compiled with options that another compilation, of a module around it, must not drop.
         compiled: a weak reference to the compiled model, which ``fully_shard`` may have been given.
-        of_processes: names of methods of a compiled module that every such model has, whatever the model's own.
+        process_methods: names of methods of a compiled module that every such model has, whatever the model's own.
     """
 
-    of_processes: Collection[str] = ()
+    process_methods: Collection[str] = ()
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ def lower_as_one_of(
     options: Options,
     lower: Callable[[JointGraph, Options, StepNeeds | None], Result[Lowered]],
 ) -> Result[Lowered]:
-    """Lower a graph for the least bytes that a step of so many graphs like it needs.
+    """Lower a graph for the least bytes that a step needs in which each of its graphs is like this one.
 
     Args:
         joint: a captured graph; it may be rewritten.

@@ -197,7 +197,7 @@ class StateOverProcesses(PipelinedState):
         options: how it is compiled.
     """
 
-    of_processes = ("clip_grad_norm_", "init_weights", "load", "no_sync", "save")
+    process_methods = ("clip_grad_norm_", "init_weights", "load", "no_sync", "save")
 
     def __init__(self, original: nn.Module, options: Options, *, mesh: DeviceMesh, **settings: Any) -> None:
         self._mesh = mesh

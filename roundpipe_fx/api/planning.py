@@ -342,7 +342,7 @@ def _take_microbatch(inputs: Any, devices: int, ranks: int, num_microbatches: in
 
 
 def _copy_storage(value: torch.Tensor) -> torch.Tensor:
-    """A copy with a storage of its own."""
+    """Copy a tensor into a storage of its own."""
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 

@@ -121,7 +121,7 @@ def _return_none() -> None:
 
 
 def _find_names(owner: nn.Module, inputs: Sequence[Any]) -> dict[int, str]:
-    """The names of a module's parameters among the inputs of a graph, by place."""
+    """Find the names of a module's parameters among the inputs of a graph, by place."""
     names = {id(parameter): name for name, parameter in owner.named_parameters()}
     return {position: names[id(value)] for position, value in enumerate(inputs) if id(value) in names}
 
@@ -166,7 +166,7 @@ def plans(model: nn.Module) -> tuple[Plan, ...]:
 
 
 def _find_plans_of_runs(module: nn.Module) -> Iterator[Plan]:
-    """The plans of graphs that have run for a module."""
+    """Find the plans of graphs that have run for a module."""
     parameters = dict(module.named_parameters())
     for parameter in parameters.values():
         for run in _runs.get(parameter, ()):

@@ -58,7 +58,7 @@ class State(Protocol):
 
 
 def make_sharing_instance(model: nn.Module, mixin: type[T], state: State, names: Iterable[str]) -> T:
-    """An object that equals the model except for its class and its ``forward``.
+    """Make an object that equals the model except for its class and its ``forward``.
 
     Args:
         model: whose attributes it shares.

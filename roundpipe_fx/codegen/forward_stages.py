@@ -121,7 +121,7 @@ def _map_to_stages(joint: JointGraph) -> dict[fx.Node, int]:
 
 
 def _find_ancestors(results: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """The results, and all that they are computed from."""
+    """Find results and everything that they are computed from."""
     needed_nodes: dict[fx.Node, None] = {}
     pending = list(results)
     while pending:
@@ -133,7 +133,7 @@ def _find_ancestors(results: Iterable[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _find_batch_nodes(joint: JointGraph, needed: Iterable[fx.Node], updated: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes that are computed from the batch, and from buffers that stay as they are."""
+    """Find the nodes that are computed from the batch, and from buffers that stay as they are."""
     changing = set(updated)
     fixed = {node for node in joint.primals if node not in changing and not _is_trained(joint, node)}
     candidates, batch_nodes = set(needed), set(fixed)

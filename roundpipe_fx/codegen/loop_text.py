@@ -12,7 +12,7 @@ from roundpipe_fx.torch_private import module_path_text
 
 
 def list_loops(graph: fx.Graph) -> list[TileLoop]:
-    """The loops of a stage module, in order."""
+    """List the loops of a stage module, in order."""
     return list(dict.fromkeys(node.target for node in graph.nodes if isinstance(node.target, TileLoop)))
 
 

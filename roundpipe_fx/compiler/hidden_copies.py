@@ -63,13 +63,13 @@ def choose_hidden_copies(
     bytes_wanted: int,
     host_limit: int,
 ) -> list[ValueOnHost]:
-    """The values that leave, those first that are read first.
+    """Choose the values that leave; those that are read first come first.
 
     Args:
         forward: name and seconds of each call.
         stage_starts: for each call of the backward, the number of the first call of its stage.
         byte_seconds: in which the link carries a byte.
-        bytes_wanted: bytes; no more values leave once they have so many.
+        bytes_wanted: no more values leave once they have this number of bytes.
         host_limit: bytes of pinned memory that they have at most.
     """
     positions = {name: position for position, (name, _) in enumerate(backward)}
@@ -78,9 +78,8 @@ def choose_hidden_copies(
     begins = [0.0, *accumulate(seconds for _, seconds in backward)]
     link = begins[-1]
     copies = []
-    for leaving in sorted(
-        offloaded, key=lambda one: -one.back
-    ):  # the last to come back first, from the end of the step
+    # The last one to come back first, from the end of the step.
+    for leaving in sorted(offloaded, key=lambda offload: -offload.back):
         link = min(begins[leaving.back], link) - leaving.value.bytes * byte_seconds
         if link < 0:
             break  # all others are read earlier still
@@ -109,7 +108,7 @@ def _choose_offloads(
     bytes_wanted: int,
     host_limit: int,
 ) -> list[_HiddenOffload]:
-    """The values whose copies to the host end before the forward does."""
+    """Choose the values whose copies to the host end before the forward does."""
     calls = {name: position for position, (name, _) in enumerate(forward)}
     ends = [*accumulate(seconds for _, seconds in forward)]
     by_maker: dict[int, list[OffloadCandidate]] = {}

@@ -163,7 +163,7 @@ def follow_programs(
     device: torch.device,
     follow: Follow | None = None,
 ) -> Course:
-    """The course of a step of one call.
+    """Follow a step of one call.
 
     Args:
         joint: the graph that was emitted.
@@ -189,5 +189,5 @@ def without_donation(follow: Follow) -> Follow:
 
 
 def find_trained_inputs(joint: JointGraph) -> list[int]:
-    """Numbers of the inputs that get gradients."""
+    """Find the numbers of the inputs that get gradients."""
     return sorted({owner for owner in joint.gradient_owners if owner is not None})

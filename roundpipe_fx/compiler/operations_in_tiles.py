@@ -43,7 +43,7 @@ def with_fewest_stages(setting: Setting) -> Setting:
 
 
 def copy_uncut(joint: JointGraph) -> JointGraph:
-    """A copy of a graph that is not cut.
+    """Copy a graph without its segments and stages.
 
     Args:
         joint: an annotated graph; not changed.
@@ -66,7 +66,7 @@ def tile_graph(joint: JointGraph, tiles: Sequence[tuple[TileRegion, int]], setti
 
 
 def read_graph_operations(joint: JointGraph, setting: Setting, sums: bool = False) -> OperationGraph:
-    """The operations of a graph for the planner.
+    """Read the operations of a graph for the planner.
 
     Args:
         joint: a graph with stages; not changed.

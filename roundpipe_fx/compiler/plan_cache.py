@@ -93,7 +93,7 @@ class PlanFile:
     path: Path
 
     def read(self) -> CachedPlan | None:
-        """The plan; ``None`` if there is none that can be used."""
+        """Read the plan; ``None`` if there is none that can be used."""
         try:
             data = read_data(self.path, _header())
             plan = CachedPlan(

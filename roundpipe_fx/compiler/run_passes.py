@@ -85,7 +85,7 @@ def edit_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[Pa
 
 
 def read_disabled_passes() -> tuple[str, ...]:
-    """Names in ``ROUNDPIPE_FX_DISABLE``, which commas separate."""
+    """Read the names in ``ROUNDPIPE_FX_DISABLE``, which commas separate."""
     return tuple(filter(None, map(str.strip, os.environ.get("ROUNDPIPE_FX_DISABLE", "").split(","))))
 
 
@@ -148,7 +148,7 @@ _NAMES = frozenset(item.name for item in default_passes())
 
 
 def make_dump_folder(captured: JointGraph) -> Path | None:
-    """A new folder for the dumps of one graph, in the one that ``ROUNDPIPE_FX_DUMP`` names; ``None`` without it.
+    """Make a new folder for the dumps of one graph, in the one that ``ROUNDPIPE_FX_DUMP`` names; ``None`` without it.
 
     Args:
         captured: the graph before the first pass, which is written as ``00_captured.py``.

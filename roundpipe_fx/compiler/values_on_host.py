@@ -38,7 +38,7 @@ def find_offload_candidates(
     device: str,
     granularity: int,
 ) -> list[OffloadCandidate]:
-    """The values that may be on the host between forward and backward.
+    """Find the values that may be on the host between forward and backward.
 
     Args:
         tangents: incoming gradients that the step is expected to get.
@@ -101,7 +101,7 @@ def schedule_hidden_copies(
     Args:
         seconds: modelled, by stage and phase.
         byte_seconds: in which the link carries a byte.
-        bytes_wanted: bytes; no more values leave once they have so many.
+        bytes_wanted: no more values leave once they have this number of bytes.
         host_limit: bytes that they have at most.
     """
 
@@ -210,5 +210,5 @@ def is_requested_on_host(node: fx.Node) -> bool:
 
 
 def _find_operation(node: fx.Node) -> fx.Node:
-    """The operation of which a node is one of several results; else the node."""
+    """Find the operation of which a node is one of several results; else the node."""
     return node.all_input_nodes[0] if node.target is operator.getitem else node

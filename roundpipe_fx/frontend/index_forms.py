@@ -403,7 +403,14 @@ def _elementwise(operation: _Operation) -> IndexForm | None:
         if operation.name not in _AND or operation.result.dtype is not torch.bool or None in conditions:
             return None
         return Choice(
-            frozenset(condition for of_form in conditions if of_form is not None for condition in of_form), True, False
+            frozenset(
+                condition
+                for form_conditions in conditions
+                if form_conditions is not None
+                for condition in form_conditions
+            ),
+            True,
+            False,
         )
     if not all(isinstance(form, Choice) or form.is_constant for form in forms):
         return None

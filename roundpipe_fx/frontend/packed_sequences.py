@@ -84,7 +84,7 @@ def pad_packed_sequence(
 
 
 def _count_sequences(packed: Any, states: tuple[Tensor, ...] | None) -> Any:
-    """The number of sequences."""
+    """Count the sequences."""
     if hasattr(packed, "_sequences"):
         return packed._sequences
     if packed.sorted_indices is not None:

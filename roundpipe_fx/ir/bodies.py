@@ -19,7 +19,7 @@ def is_body(node: fx.Node) -> bool:
 
 
 def list_bodies(node: fx.Node, module: nn.Module) -> list[fx.GraphModule]:
-    """The bodies of a higher-order operator, and those of operators inside of them; none of other nodes.
+    """List the bodies of a higher-order operator, and those of operators inside of them; none of other nodes.
 
     Args:
         module: the module whose graph it is part of.

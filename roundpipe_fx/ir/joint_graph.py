@@ -306,7 +306,7 @@ class JointGraph:
         return [node for node in self.computed() if node.meta.get(Mark.PHASE) is phase]
 
     def find_tangent_dependents(self) -> set[fx.Node]:
-        """Nodes that depend on incoming gradients.
+        """Find the nodes that depend on incoming gradients.
 
         Returns:
             these, and the nodes that are computed from them.
@@ -319,7 +319,7 @@ class JointGraph:
         return dependent
 
     def copy(self) -> JointGraph:
-        """A copy of the graph, which can be rewritten independently.
+        """Copy the graph, so that it can be rewritten independently.
 
         Returns:
             the copy; nodes' annotations are copied too.
@@ -539,7 +539,7 @@ def saved_values(joint: JointGraph) -> list[fx.Node]:
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, find_copy: Callable[[fx.Node], Any]) -> fx.Node:
-    """A copy of a node at the graph's insertion point, as ``graph.node_copy(node, of)`` makes it.
+    """Copy a node to the graph's insertion point, as ``graph.node_copy(node, find_copy)`` does.
 
     ``create_node`` looks through all arguments for raw symbolic numbers, to warn of them; that takes as long as making
     the node, and the node that is copied has been looked at. So arguments are set afterwards.

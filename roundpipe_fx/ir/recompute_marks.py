@@ -136,7 +136,7 @@ def _layer(node: fx.Node) -> str:
 
 
 def read_checkpoints(node: fx.Node) -> tuple[int, ...]:
-    """Numbers of the checkpoints that contain a node, outermost first."""
+    """Read the numbers of the checkpoints that contain a node, outermost first."""
     return tuple(number for number, *_ in (node.meta.get("custom") or {}).get(_CHECKPOINTS, ()))
 
 
@@ -156,7 +156,7 @@ def is_in_scope(node: fx.Node) -> bool:
 
 
 def read_policy(node: fx.Node) -> torch.utils.checkpoint.CheckpointPolicy | None:
-    """The selective checkpoint policy of a node; ``None`` outside of checkpoints, or without a policy."""
+    """Read the selective checkpoint policy of a node; ``None`` outside of checkpoints, or without a policy."""
     return checkpoint_policy(node) if read_checkpoints(node) else None
 
 
@@ -195,7 +195,7 @@ def memory_budget(budget: int | float | str) -> AbstractContextManager[Any]:
 
 
 def read_region_budget(node: fx.Node) -> int | float | None:
-    """The budget of the innermost region that a node was traced in; ``None`` outside of any region."""
+    """Read the budget of the innermost region that a node was traced in; ``None`` outside of any region."""
     try:
         return parse_budget((node.meta.get("custom") or {}).get(_KEY))
     except (TypeError, ValueError) as error:

@@ -17,7 +17,8 @@ _SKIPPED = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], P
 
 
 def find_source(node: fx.Node) -> str:
-    """The innermost frame of a node's stack trace outside of PyTorch and of this package; ``""`` if there is none."""
+    """Find the innermost frame of a node's stack trace outside of PyTorch and of this package; ``""`` if there is
+    none."""
     frames = re.split(r"(?m)^(?=  File )", node.stack_trace or "")
     users = (frame for frame in reversed(frames) if frame.strip() and not any(folder in frame for folder in _SKIPPED))
     return next((frame.rstrip() for frame in users), "")

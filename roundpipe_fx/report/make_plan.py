@@ -120,7 +120,7 @@ def with_dropped_outputs(plan: Plan, lowered: Lowered) -> Plan:
 
 
 def _read_operations_dropping(read_operations: Callable[[], OperationGraph], names: Collection[str]) -> OperationGraph:
-    """The operations of a graph for a caller that drops outputs, by name, when the forward is over."""
+    """Read the operations of a graph for a caller that drops outputs, by name, when the forward is over."""
     operations = read_operations()
     dropped = {storage for storage in operations.outputs if operations.values[storage].name in names}
     outputs, released = operations.outputs - dropped, operations.released | dropped
@@ -177,7 +177,7 @@ def _describe_stages(
     saved: Sequence[fx.Node],
     setting: Setting,
 ) -> tuple[PlannedStage, ...]:
-    """The stages in the order of ``cuts``."""
+    """Describe the stages in the order of ``cuts``."""
     by_stage: dict[int, list[fx.Node]] = {cut.index: [] for cut in cuts}
     for node in joint.computed():
         by_stage[node.meta[Mark.STAGE]].append(node)

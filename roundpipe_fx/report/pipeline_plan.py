@@ -80,7 +80,7 @@ def _corrected_makespan(
 
 
 def _describe_mesh(pipeline: LoweredPipeline, timing: Timing) -> PlannedMesh:
-    """The replicas of a pipeline, and what communication costs."""
+    """Describe the replicas of a pipeline, and what communication costs."""
     costs, pipelining = pipeline.main.costs, pipeline.pipelining
     alone = simulate_time(timing.schedule, pipeline.main.steps.graph, costs.without_communication())
     weights, optimizer = pipeline.bytes_between_steps(timing.schedule)
@@ -109,7 +109,7 @@ def _seconds_within(pipeline: LoweredPipeline, timing: Timing) -> float:
 
 
 def _list_offloaded_values(pipeline: LoweredPipeline, timing: Timing) -> tuple[OffloadedValue, ...]:
-    """The values that leave the devices, in the order in which they are computed."""
+    """List the values that leave the devices, in the order in which they are computed."""
     leaving: dict[int, set[int]] = {}
     sizes: dict[int, int] = {}
     for offload in timing.offloads:

@@ -206,7 +206,7 @@ class Timeline:
 
 
 def _list_copies(timing: Timing, orders: Sequence[Sequence[Action]], names: Mapping[int, str]) -> Iterator[CopyBar]:
-    """The copies between the devices and the host."""
+    """List the copies between the devices and the host."""
     for copy in timing.window_copies:
         yield CopyBar(
             device=copy.device,

@@ -59,7 +59,7 @@ class _TooSlowError(RuntimeError):
 
 
 def load_or_calibrate(table: Roofline, device: torch.device) -> Roofline:
-    """The rates of a CUDA device, measured if they are not known.
+    """Load the rates of a CUDA device, or measure them if they are not stored.
 
     Args:
         table: rates of the table for it.

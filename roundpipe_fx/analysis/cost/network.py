@@ -138,7 +138,7 @@ class Network:
         return self._ring(ranks, -(-ranks // together), together)
 
     def make_ring(self, ranks: Collection[int]) -> Ring:
-        """The ring of some devices.
+        """Make the ring of some devices.
 
         Args:
             ranks: their numbers.
@@ -162,7 +162,7 @@ class Network:
         return replace(self, node=max(1, self.node // size))
 
     def _ring(self, ranks: int, nodes: int, together: int) -> Ring:
-        """A ring over nodes, which has at least so many ranks together on each."""
+        """A ring over nodes, with at least ``together`` ranks on each of them."""
         if nodes == 1:
             return Ring(ranks, (ranks - 1) * self.within_latency, self.within_bandwidth)
         # A ring over k nodes leaves a node k - 1 times on the way of a part; all other hops stay inside.
@@ -177,7 +177,7 @@ _NVLINK, _PCIE, _NETWORK = 3.4e-6, 5.7e-6, 9.6e-6
 
 
 def make_usual_network(link: float, nvlink: bool, between: float) -> Network:
-    """The links of nodes of eight devices.
+    """Make the links of nodes of eight devices.
 
     Args:
         link: bytes per second between devices of a node.

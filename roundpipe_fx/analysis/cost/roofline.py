@@ -199,7 +199,7 @@ DEVICES: Mapping[str, Roofline] = {
 
 
 def find_roofline(device: torch.device, name: str | None = None) -> Roofline:
-    """The roofline of a device: by its reported name if that is in the table, else a typical one.
+    """Find the roofline of a device: by its reported name if that is in the table, else a typical one.
 
     Products are those of PyTorch's settings: ``torch.backends.cuda.matmul.fp32_precision`` and
     ``torch.backends.cuda.matmul.allow_fp16_accumulation``.

@@ -91,7 +91,7 @@ def predict_workspaces(
         return {} if gpu is None else _by_formula(nodes, gpu)
     learned = learned or {}
     beyond_plan = learned.get(COMPILED_STAGES, 0) if fused else 0  # where in the step is not known
-    asked: dict[str, list[fx.Node]] = {}
+    by_signature: dict[str, list[fx.Node]] = {}
     workspaces: dict[fx.Node, int] = {}
     for node in nodes:
         if not _makes_something(node):
@@ -105,10 +105,10 @@ def predict_workspaces(
             workspaces[node] += learned.get(learned_name(node), 0)
         elif may_have_workspace(node, device) and not (fused and _is_pointwise(node)):
             # Fused pointwise operations are one kernel without temporaries. Equal calls are measured once.
-            asked.setdefault(signature_of(node, _is_free_of_sizes(node)), []).append(node)
+            by_signature.setdefault(signature_of(node, _is_free_of_sizes(node)), []).append(node)
     # In a thread of its own, where no dispatch mode of the caller is active.
-    measured = run_in_thread(lambda: {signature: _measure(same[0], device) for signature, same in asked.items()})
-    for signature, same in asked.items():
+    measured = run_in_thread(lambda: {signature: _measure(same[0], device) for signature, same in by_signature.items()})
+    for signature, same in by_signature.items():
         workspace = measured[signature]
         if workspace is None and gpu is not None:
             workspace = workspace_by_formula(same[0], gpu)

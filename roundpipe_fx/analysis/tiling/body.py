@@ -154,20 +154,20 @@ class Loops:
         self._names: set[str] = set()
 
     def make_loop(self, divided: Divided, tiles: int, name: str) -> tuple[TileLoop, LoopCost]:
-        """The loop over so many tiles, with what it costs. Arguments and errors as for :func:`build_loop`."""
+        """Make the loop over ``tiles`` tiles, or reuse an equal one. Arguments and errors as for :func:`build_loop`."""
         where = [divided.region.where.get(node) for node in (*divided.operands, *divided.results)]
         # The fingerprint leaves out names: regions of twelve equal layers get one loop.
         key = fingerprint(divided.nodes, divided.results, divided.operands), tiles, tuple(where)
         if key not in self._made:
             numbered = (name if not number else f"{name}_{number + 1}" for number in itertools.count())
-            unused = next(one for one in numbered if one not in self._names)
+            unused = next(candidate for candidate in numbered if candidate not in self._names)
             self._made[key] = build_loop(divided, tiles, unused, self.costs)
             self._names.add(unused)
         return self._made[key]
 
 
 def build_loop(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tuple[TileLoop, LoopCost]:
-    """The loop over so many tiles.
+    """Build the loop over a number of tiles.
 
     Args:
         divided: what it does. Operands and results by rows have one dimension for these.
@@ -266,7 +266,7 @@ def _flatten_rows(value: Any, rows: Rows) -> Any:
 
 
 def _build_body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
-    """The graph of a tile of so many rows."""
+    """Build the graph of a tile of ``rows`` rows."""
     region = divided.region
     graph = fx.Graph()
     call = functools.partial(_add_call, graph, costs.device if costs.eager and costs.present else None)

@@ -79,7 +79,7 @@ class Uses:
 
 
 def find_online_softmaxes(joint: JointGraph) -> dict[str, int]:
-    """The log-softmaxes that can be rewritten with sums over their classes.
+    """Find the log-softmaxes that can be rewritten with sums over their classes.
 
     Returns:
         by name, in graph order, the dimension of the classes.
@@ -135,7 +135,7 @@ def find_uses(joint: JointGraph, softmax: fx.Node) -> Uses | None:
 
 
 def _follow_reader(user: fx.Node, value: Scaled) -> Scaled | None:
-    """The same log-probabilities, reshaped, permuted or scaled by a user; ``None``: it computes another value."""
+    """Follow log-probabilities through a reshape, a permutation or a scaling; ``None`` for any other reader."""
     packet = getattr(user.target, "overloadpacket", None)
     if not user.args or user.args[0] is not value.node or value.node in (*user.args[1:], *user.kwargs.values()):
         return None

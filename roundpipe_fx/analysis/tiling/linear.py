@@ -74,7 +74,7 @@ _SCATTERS = frozenset({aten.scatter, aten.scatter_add})
 
 
 def find_proportional(nodes: Iterable[fx.Node], to: Collection[fx.Node]) -> frozenset[fx.Node] | None:
-    """The values among those of ``nodes`` that are proportional to others: multiplied by what all of these are.
+    """Find the values among those of ``nodes`` that are proportional to others: multiplied by what all of these are.
 
     Args:
         to: what they may depend on.

@@ -48,7 +48,7 @@ _NARROW = 0.55
 _MOST_MEMBERS = 100
 """A slice that more operations could leave rows out for is not of a wide value between narrow ones."""
 _MOST_DIMS = 3
-"""So many dimensions at most make up the rows."""
+"""Largest number of dimensions that make up the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class RowSlice:
 
 
 def find_row_slice(joint: JointGraph, node: fx.Node) -> RowSlice | None:
-    """A slice of a wide value that narrow ones can be sliced instead of; ``None``: the node is none.
+    """Find a slice of a wide value that narrow ones can be sliced instead of; ``None``: the node is none.
 
     Args:
         joint: an annotated graph; not changed.

@@ -47,7 +47,7 @@ aten = torch.ops.aten
 _LEAST_BYTES = 1 << 10
 """Smaller values are not worth a loop."""
 _MOST_DIMS = 3
-"""So many dimensions at most make up the rows."""
+"""Largest number of dimensions that make up the rows."""
 _MOST_ROUNDED = 2048
 """A sum is rounded once a tile; with more tiles float32 gradients may be farther than 1e-6 from those without."""
 
@@ -94,7 +94,7 @@ class TileRegion:
         return [node for node in self.members if node.meta[Mark.PHASE] is phase]
 
     def rows_of_tile(self, tiles: int) -> int:
-        """Rows of all tiles but the last, which may have fewer, where there are so many tiles at most.
+        """Rows of each tile if there are at most ``tiles``; the last one may have fewer.
 
         Sums over tiles are rounded once a tile; if they are not of double precision there are at most 2,048 tiles.
 
@@ -129,7 +129,7 @@ class TileRegion:
         return any(value.is_floating_point() and value.dtype is not torch.float64 for value in sums)
 
     def copy_to(self, graph: fx.Graph) -> TileRegion:
-        """The same region of a copy of the graph, whose nodes have the same names."""
+        """Return the same region in a copy of the graph, whose nodes have the same names."""
         named = {node.name: node for node in graph.nodes}
         return TileRegion(
             widest=named[self.widest.name],
@@ -175,11 +175,14 @@ class TileRegions:
         return self.regions
 
     def find_around(self, widest: fx.Node, rows: Rows) -> TileRegion | None:
-        """The one whose rows are where it is said; ``None`` if there is none, it is small, or another has this value.
+        """Find the region whose rows are in given dimensions of a value.
 
         Args:
             widest: one of its widest values; the region's is the first of them.
             rows: where that has its rows.
+
+        Returns:
+            the region; ``None`` if there is none, if it is small, or if the value belongs to another one.
         """
         count = len(self.regions)
         if widest not in self._taken and _is_large(widest):
@@ -253,7 +256,7 @@ def _is_acyclic(joint: JointGraph, regions: Sequence[TileRegion]) -> bool:
 
 
 def _find_scalar(joint: JointGraph, region: TileRegion, tangential: Collection[fx.Node]) -> fx.Node | None:
-    """The one scalar incoming gradient that a region's backward is proportional to."""
+    """Find the one scalar incoming gradient that a region's backward is proportional to."""
     forward, backward = region.in_phase(Phase.FORWARD), region.in_phase(Phase.BACKWARD)
     inside = set(region.members)
     outside = {source for node in backward for source in node.all_input_nodes if source not in inside}
@@ -290,12 +293,12 @@ def _is_sum(region: TileRegion, node: fx.Node) -> bool:
     return node not in region.where and node not in region.whole and is_tensor(node)
 
 
-def _find_sources_among(nodes: Iterable[fx.Node], of: Iterable[fx.Node]) -> set[fx.Node]:
-    return {source for node in nodes for source in node.all_input_nodes} & set(of)
+def _find_sources_among(nodes: Iterable[fx.Node], candidates: Iterable[fx.Node]) -> set[fx.Node]:
+    return {source for node in nodes for source in node.all_input_nodes} & set(candidates)
 
 
 def _find_descendants(joint: JointGraph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Everything that depends on some nodes."""
+    """Find everything that depends on some nodes."""
     # One pass in graph order suffices, since sources come first.
     origins = set(nodes)
     descendants: set[fx.Node] = set()

@@ -76,7 +76,7 @@ def doing_recompute() -> bool:
 
 
 def get_recompute_data() -> tuple[Any, ...]:
-    """The data that the recomputed layer saved: always a tuple, empty if it saved nothing.
+    """Get the data that the recomputed layer saved: always a tuple, empty if it saved nothing.
 
     Returns:
         what was passed to :func:`save_for_recompute`, in that order.

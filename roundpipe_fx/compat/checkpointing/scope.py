@@ -209,7 +209,7 @@ class _Handle:
         self._writes = tape.count_writes(view.number)
 
     def get(self) -> torch.Tensor:
-        """The tensor, recomputed if necessary; the handle does not keep it."""
+        """Get the tensor, recomputed if necessary; the handle does not keep it."""
         if self._tape.count_writes(self.view.number) != self._writes:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "

@@ -40,7 +40,7 @@ class View:
     offset: int
 
     def make_tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor, on a storage."""
+        """Make the tensor on a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
@@ -98,7 +98,7 @@ class Tape:
         self._count = 0
 
     def find_view(self, tensor: torch.Tensor) -> View | None:
-        """The tensor as part of a storage allocated here, with the contents that the tape knows; ``None`` otherwise."""
+        """Find the part of a storage of this tape that a tensor is; ``None`` if its contents are not known."""
         if not _is_plain(tensor):
             return None
         number = self._numbers.get(storage_key(tensor))

@@ -117,7 +117,7 @@ class Checkpointable(nn.Module):
         self.chain = self.sequence = None
 
     def build_chain(self, mem_limit: int | None = None) -> Chain:
-        """The chain as measured, with the bytes that the loss allocates.
+        """Build the chain as measured, with the bytes that the loss allocates.
 
         Args:
             mem_limit: accepted for compatibility; memory is counted in slots when a sequence is computed.
