@@ -42,7 +42,8 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from roundpipe_fx.frontend.index_forms import Affine, Choice, IndexForm, index_form, pure_operation, run_on_host
+from roundpipe_fx.frontend.affine_forms import Affine, Choice, IndexForm
+from roundpipe_fx.frontend.index_forms import index_form, pure_operation, run_on_host
 from roundpipe_fx.frontend.shared_masks import SharedMasks, write_shared_mask
 from roundpipe_fx.ir.source import find_source
 from roundpipe_fx.torch_private import checkpoint_body, without_modes

@@ -2,11 +2,11 @@
 
 Masks of attention are comparisons of ``arange``. Each value on the way to one is *affine* in its indices
 (``positions[:, None] + 1`` is ``1 + i``), or a *choice* between two constants by inequalities that are affine in them
-(``columns <= rows`` is true where ``j - i <= 0``). The forms are computed by abstract interpretation, one rule an
-operator, so they hold for every length, symbolic ones included, and cost nothing where masks are long. What is neither
-has no form.
+(``columns <= rows`` is true where ``j - i <= 0``). The forms (:mod:`roundpipe_fx.frontend.affine_forms`) are computed
+by abstract interpretation, with one rule per operator, so they hold for every length, symbolic ones included, and cost
+nothing where masks are long. A value that is neither has no form.
 
-An example, with the forms of a sliding window of 8 in a sequence of 4, of which nothing remains:
+An example, with the forms of a sliding window of 8 in a sequence of 4, of which nothing remains::
 
     rows = torch.arange(4)[:, None]        # i
     columns = torch.arange(4)[None, :]     # j
@@ -16,7 +16,6 @@ An example, with the forms of a sliding window of 8 in a sequence of 4, of which
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,46 +26,19 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-Number = int | float
-
-
-@dataclass(frozen=True)
-class Affine:
-    """An offset plus the sum of slope times index over the dimensions.
-
-    Attributes:
-        slopes: one for each dimension; 0 where the size is 1.
-        offset: the value at index 0; for a constant of a boolean tensor a ``bool``.
-    """
-
-    slopes: tuple[int, ...]
-    offset: Number
-
-    @property
-    def is_constant(self) -> bool:
-        """Tell if it is the same at every index."""
-        return not any(self.slopes)
-
-    def beyond(self) -> Affine:
-        """The affine value that is at most 0 exactly where this one, an integer, is more."""
-        return Affine(tuple(-slope for slope in self.slopes), 1 - self.offset)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A constant where all conditions hold, another one elsewhere.
-
-    Attributes:
-        conditions: integers; each holds where it is at most 0. A single one grows with the last index that it reads.
-        outside: where one does not.
-    """
-
-    conditions: frozenset[Affine]
-    inside: Number
-    outside: Number
-
-
-IndexForm = Affine | Choice
+from roundpipe_fx.frontend.affine_forms import (
+    Affine,
+    Choice,
+    IndexForm,
+    Number,
+    align_dims,
+    drop_unit_slopes,
+    find_bounds,
+    list_conditions,
+    normalize,
+    plain_sizes,
+    remap_indices,
+)
 
 
 def pure_operation(node: fx.Node) -> str | None:
@@ -96,12 +68,12 @@ def index_form(node: fx.Node, forms: Mapping[fx.Node, IndexForm | None]) -> Inde
         forms: the forms of its operands.
     """
     result, name = node.meta.get("example_value"), pure_operation(node)
-    if not isinstance(result, torch.Tensor) or name is None or any(size == 0 for size in _plain_sizes(result.shape)):
+    if not isinstance(result, torch.Tensor) or name is None or any(size == 0 for size in plain_sizes(result.shape)):
         return None
     operation = _Operation(node, name, result, forms)
     rule = _RULES.get(name)
     form = rule(operation) if rule is not None else None
-    return None if form is None else _normalize(form, result.shape)
+    return None if form is None else normalize(form, result.shape)
 
 
 @dataclass(frozen=True)
@@ -125,95 +97,13 @@ class _Operation:
         """Tell if every size of an operand is the result's or the number 1: a symbol might be 1 as well."""
         sizes, results = operand.meta["example_value"].shape, self.result.shape
         pairs = zip(reversed(sizes), reversed(results), strict=False)
-        return all(_plain_sizes([size]) == [1] or statically_known_true(size == result) for size, result in pairs)
+        return all(plain_sizes([size]) == [1] or statically_known_true(size == result) for size, result in pairs)
 
     def constant(self, number: Any) -> IndexForm | None:
         """A number as it is in a tensor of the result's dtype."""
         if not isinstance(number, bool | int | float):
             return None
         return Affine((0,) * self.result.dim(), torch.full((), number, dtype=self.result.dtype).item())
-
-
-def _plain_sizes(shape: Sequence[Any]) -> list[int]:
-    """Sizes that are plain numbers: comparing a symbol would guard on it."""
-    return [size for size in shape if isinstance(size, int)]
-
-
-def _drop_unit_slopes(form: Affine, shape: Sequence[Any]) -> Affine:
-    """Without slopes in dimensions of size 1, which broadcast."""
-    are_units = [isinstance(size, int) and size == 1 for size in shape]
-    return Affine(
-        tuple(0 if is_unit else slope for slope, is_unit in zip(form.slopes, are_units, strict=True)), form.offset
-    )
-
-
-def _bounds(form: Affine, shape: Sequence[Any]) -> tuple[float, float]:
-    """The least and the largest value at the indices of a shape; a symbolic size may be any."""
-    lower = upper = float(form.offset)
-    # Example: 1 + 2·i - j for i < 4 and j < 3: the offset is 1, i adds 0 to 6, j adds -2 to 0.
-    # So the least value is -1 and the most is 7.
-    for slope, size in zip(form.slopes, shape, strict=True):
-        if slope:
-            # A symbolic size has no upper bound: an index may be as large as one likes.
-            end = slope * (size - 1 if isinstance(size, int) else math.inf)
-            lower, upper = lower + min(end, 0), upper + max(end, 0)
-    return lower, upper
-
-
-def _normalize(form: IndexForm, shape: Sequence[Any]) -> IndexForm:
-    """A form in its only spelling, by which equal ones are known, without conditions that sizes decide."""
-    if isinstance(form, Affine):
-        return _drop_unit_slopes(form, shape)
-    strictest: dict[tuple[int, ...], Affine] = {}
-    # Conditions that can never hold make the whole form the outside constant; those that always hold are dropped; of
-    # parallel ones the strictest stays.
-    for condition in form.conditions:
-        condition = _drop_unit_slopes(condition, shape)
-        lower, upper = _bounds(condition, shape)
-        if lower > 0:
-            return Affine((0,) * len(shape), form.outside)
-        same_slopes = strictest.get(condition.slopes)
-        if upper > 0 and (same_slopes is None or condition.offset > same_slopes.offset):
-            strictest[condition.slopes] = condition
-    if not strictest or (form.inside == form.outside and type(form.inside) is type(form.outside)):
-        return Affine((0,) * len(shape), form.inside)
-    # Canonical: a single condition grows with its last index, so "j <= i" and "not i < j" are equal.
-    if len(strictest) == 1:
-        (condition,) = strictest.values()
-        if [slope for slope in condition.slopes if slope][-1] < 0:
-            return Choice(frozenset([condition.beyond()]), form.outside, form.inside)
-    return Choice(frozenset(strictest.values()), form.inside, form.outside)
-
-
-def conditions_of(form: IndexForm) -> list[Affine] | None:
-    """Conditions that all hold exactly where a boolean is true; ``None`` if it is not written so."""
-    if isinstance(form, Choice) and (form.inside, form.outside) == (True, False):
-        return [*form.conditions]
-    # "False where c <= 0, else True" is "True where not c <= 0"; with two conditions that would be a union, which has
-    # no form.
-    if isinstance(form, Choice) and (form.inside, form.outside) == (False, True) and len(form.conditions) == 1:
-        return [condition.beyond() for condition in form.conditions]
-    return None
-
-
-def _remap_indices(form: IndexForm | None, remap: Callable[[Affine], Affine | None]) -> IndexForm | None:
-    """The same values at other indices."""
-    if form is None or isinstance(form, Affine):
-        return None if form is None else remap(form)
-    conditions = [condition for old in form.conditions if (condition := remap(old)) is not None]
-    known = len(conditions) == len(form.conditions)
-    return Choice(frozenset(conditions), form.inside, form.outside) if known else None
-
-
-def _align_dims(form: IndexForm, dims: int) -> IndexForm:
-    """With as many dimensions as what it is broadcast to."""
-
-    def align(form: Affine) -> Affine:
-        return Affine((0,) * (dims - len(form.slopes)) + form.slopes, form.offset)
-
-    if isinstance(form, Affine):
-        return align(form)
-    return Choice(frozenset(map(align, form.conditions)), form.inside, form.outside)
 
 
 def _arange(operation: _Operation) -> IndexForm | None:
@@ -240,7 +130,7 @@ def _same(operation: _Operation) -> IndexForm | None:
 
 def _expanded(operation: _Operation) -> IndexForm | None:
     form = _same(operation)
-    return None if form is None else _align_dims(form, operation.result.dim())
+    return None if form is None else align_dims(form, operation.result.dim())
 
 
 def _unsqueezed(operation: _Operation) -> IndexForm | None:
@@ -250,7 +140,7 @@ def _unsqueezed(operation: _Operation) -> IndexForm | None:
         position = dim % dims
         return Affine((*form.slopes[:position], 0, *form.slopes[position:]), form.offset)
 
-    return _remap_indices(_same(operation), insert)
+    return remap_indices(_same(operation), insert)
 
 
 def _transposed(operation: _Operation) -> IndexForm | None:
@@ -262,7 +152,7 @@ def _transposed(operation: _Operation) -> IndexForm | None:
         slopes[first], slopes[second] = slopes[second], slopes[first]
         return Affine(tuple(slopes), form.offset)
 
-    return _remap_indices(_same(operation), swap)
+    return remap_indices(_same(operation), swap)
 
 
 def _constant_of_other_shape(operation: _Operation) -> IndexForm | None:
@@ -280,7 +170,7 @@ def _indexed(operation: _Operation) -> IndexForm | None:
         is_whole = len(index) == source.meta["example_value"].dim()
         return _constant_of_other_shape(operation) or (_gather(operation, source, index) if is_whole else None)
     value = source.meta["example_value"]
-    return _remap_indices(operation.form(source), lambda form: _slice(form, index, value.dim()))
+    return remap_indices(operation.form(source), lambda form: _slice(form, index, value.dim()))
 
 
 def _gather(operation: _Operation, source: fx.Node, index: Sequence[Any]) -> IndexForm | None:
@@ -295,10 +185,10 @@ def _gather(operation: _Operation, source: fx.Node, index: Sequence[Any]) -> Ind
             return None
         form = operation.form(item)
         # Negative numbers count from the end.
-        if not isinstance(form, Affine) or _bounds(form, value.shape)[0] < 0:
+        if not isinstance(form, Affine) or find_bounds(form, value.shape)[0] < 0:
             indices.append(None)
         else:
-            indices.append(_drop_unit_slopes(form, value.shape))
+            indices.append(drop_unit_slopes(form, value.shape))
 
     def compose(form: Affine) -> Affine | None:
         slopes, offset = [0] * operation.result.dim(), form.offset
@@ -313,7 +203,7 @@ def _gather(operation: _Operation, source: fx.Node, index: Sequence[Any]) -> Ind
             offset += slope * tensor_form.offset
         return Affine(tuple(slopes), offset)
 
-    return _remap_indices(operation.form(source), compose)
+    return remap_indices(operation.form(source), compose)
 
 
 def _slice(form: Affine, index: Sequence[Any], dims: int) -> Affine | None:
@@ -354,7 +244,7 @@ def _difference(operation: _Operation) -> IndexForm | None:
     # With `prepend` the first difference has to be the slope as well: the prepended value is the one before the first.
     if before is not None:
         shape = before.meta["example_value"].shape
-        if _plain_sizes([shape[dim]]) != [1] or operation.form(before) != _drop_unit_slopes(
+        if plain_sizes([shape[dim]]) != [1] or operation.form(before) != drop_unit_slopes(
             Affine(form.slopes, form.offset - slope), shape
         ):
             return None
@@ -391,7 +281,7 @@ def _elementwise(operation: _Operation) -> IndexForm | None:
         or not all(map(operation.broadcasts, node.all_input_nodes))
     ):
         return None
-    forms = [_align_dims(form, dims) for form in operand_forms if form is not None]
+    forms = [align_dims(form, dims) for form in operand_forms if form is not None]
     choices = [form for form in forms if isinstance(form, Choice)]
     if not choices:
         if all(isinstance(form, Affine) and form.is_constant for form in forms):
@@ -399,7 +289,7 @@ def _elementwise(operation: _Operation) -> IndexForm | None:
         return _combine_affine(operation, forms)
     # Two different regions: only their intersection has a form, which a boolean AND is.
     if len({choice.conditions for choice in choices}) > 1:
-        conditions = [conditions_of(form) for form in forms]
+        conditions = [list_conditions(form) for form in forms]
         if operation.name not in _AND or operation.result.dtype is not torch.bool or None in conditions:
             return None
         return Choice(
@@ -474,7 +364,7 @@ def _combine_affine(operation: _Operation, forms: Sequence[IndexForm]) -> IndexF
         return Choice(frozenset([_sum(*((right, left) if swapped else (left, right)), -1, strict)]), True, False)
     if name in ("eq", "ne"):
         difference = _sum(left, right, -1, 0)
-        lower, upper = _bounds(difference, shape)
+        lower, upper = find_bounds(difference, shape)
         apart = lower > 0 or upper < 0
         return Affine((0,) * len(shape), name == "ne") if apart else None
     return _sum(left, right, {"add": 1, "sub": -1}[name], 0) if name in ("add", "sub") else None

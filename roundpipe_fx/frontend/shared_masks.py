@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from roundpipe_fx.frontend.index_forms import Affine, IndexForm, conditions_of
+from roundpipe_fx.frontend.affine_forms import Affine, IndexForm, list_conditions
 
 SharedMasks = dict[tuple[Any, ...], fx.Node]
 """Masks that were written, by graph, form and sizes."""
@@ -42,7 +42,7 @@ def write_shared_mask(
     Returns:
         ``None`` if each sequence or head may have its own, or if there is one for all already.
     """
-    value, conditions = mask.meta["example_value"], None if form is None else conditions_of(form)
+    value, conditions = mask.meta["example_value"], None if form is None else list_conditions(form)
     if conditions is None or value.dtype is not torch.bool or not _is_expanded(value, operands):
         return None
     ordered = sorted(conditions, key=lambda condition: (condition.slopes, condition.offset))

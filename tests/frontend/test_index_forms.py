@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import fx
 
-from roundpipe_fx.frontend.index_forms import Affine, Choice, IndexForm, index_form, pure_operation, run_on_host
+from roundpipe_fx.frontend.affine_forms import Affine, Choice, IndexForm
+from roundpipe_fx.frontend.index_forms import index_form, pure_operation, run_on_host
 from tests.frontend.dynamo_graphs import dynamo_graph
 
 Function = Callable[[int], torch.Tensor]
