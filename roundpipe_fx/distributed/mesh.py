@@ -1,4 +1,12 @@
-"""The user's mesh: its dimensions, and what else is given with it, checked before anything is traced."""
+"""The user's mesh: its dimensions, and what else is given with it, checked before anything is traced.
+
+::
+
+    dimension    what is distributed along it
+    "dp"         batches, over replicas; with ``shard="dp"`` parameters, gradients and the optimizer's state as well
+    "pp"         the stages of a pipeline
+    "tp"         the layers of each stage, by the model's own DTensors
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,10 @@
 Dynamo traces the assignment as ``buffer.set_(value)``, and from PyTorch 2.15 on as ``shallow_copy_data_``, which give
 the buffer the memory of the value. AOTAutograd allows this only where graphs write to their inputs, which they do not
 here. Where the value is new, and of the buffer's shape, ``buffer.copy_(value)`` leaves the same numbers, in the
-buffer's own memory. Anything else is an error.
+buffer's own memory. Anything else is an error::
+
+    self.mean.data = 0.9 * self.mean + 0.1 * x.mean(0)    mean.copy_(…): nothing else reads the new value
+    self.mean.data = x[0]                                 an error: the buffer would share the memory of x
 """
 
 from __future__ import annotations

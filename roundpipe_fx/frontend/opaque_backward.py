@@ -3,11 +3,13 @@
 A backward that was registered from Python (``torch.library.register_autograd``) is traced into the joint graph. Some
 backwards cannot be traced, because they read data on the host (``.tolist()``), as Hugging Face's fallback for grouped
 matrix products does. While a graph is captured, such a backward is replaced by an opaque operator that runs it. Its
-fake implementation is trivial, because gradients have the shapes of the operator's inputs.
+fake implementation is trivial, because gradients have the shapes of the operator's inputs::
 
-Tensors and symbolic sizes are arguments of the opaque operator; everything that is constant is stored next to the graph
-under a key, which is an argument too. Equal keys mean equal constants, compared by value, since stages with equal
-fingerprints are compiled once. An entry lives as long as a stage that refers to it.
+    in the graph         opaque_backward([saved tensors, incoming gradients], [sizes of the gradients], key)
+    next to the graph    key: the function, its constant arguments as a template, the layouts of the gradients
+
+Equal keys mean equal constants, compared by value, since stages with equal fingerprints are compiled once. An entry
+lives as long as a stage that refers to it.
 """
 
 from __future__ import annotations

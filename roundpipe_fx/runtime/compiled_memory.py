@@ -1,8 +1,12 @@
 """Compiled memory: allocations and frees of stage modules that Inductor compiles.
 
-Read off the code that Inductor writes for a stage module (:mod:`roundpipe_fx.analysis.wrapper_memory`), before its
-kernels are compiled. That takes as long as Inductor takes to write it, so what was read is kept on disk, by the stage's
-fingerprint.
+Read off the code that Inductor writes for a stage module, before its kernels are compiled. That takes as long as
+Inductor takes to write it, so what was read is kept on disk::
+
+    stage module ── Inductor writes code ──▶ code ── run on fake tensors, with kernels ──▶ allocations and frees
+                                                     that do nothing (wrapper_memory)
+    the key        the stage's fingerprint, donated inputs, inputs that share storages, sizes, workspaces of operators,
+                   the user's options of Inductor, settings that kernels depend on
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
 """Copies on another device that keep the strides of the original.
 
 ``Tensor.to`` makes the elements of a slice, or of an expanded tensor, contiguous. Reductions accumulate in memory
-order, so gradients would not be bitwise equal.
+order, so gradients would not be bitwise equal::
+
+    original                                   Tensor.to         here
+    (4, 8) sliced to (4, 4), strides (8, 1)    strides (4, 1)    strides (8, 1)
+    (4, 1) expanded to (4, 8), strides (1, 0)  strides (8, 1)    strides (1, 0)
+    two views of one storage                   two storages      two views of one storage
 """
 
 from __future__ import annotations

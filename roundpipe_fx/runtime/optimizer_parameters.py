@@ -2,7 +2,12 @@
 
 A model in bfloat16 trains well only if its optimizer accumulates small updates in float32. So the optimizer works on
 float32 copies: after each backward the model's gradients are moved to them, the optimizer steps, and the result is
-rounded back into the model's parameters.
+rounded back into the model's parameters. An asynchronous step runs in a thread of its own, and its result reaches the
+model one step late::
+
+    step(optimizer)              move gradients │ optimizer's step │ copy back
+    step(fn, is_async=True)      wait for the step before │ copy its result back │ move gradients │ start fn in a thread
+    synchronize()                wait for the step before │ copy its result back
 """
 
 from __future__ import annotations

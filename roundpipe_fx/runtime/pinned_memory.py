@@ -5,6 +5,10 @@ from the operating system instead, registered with CUDA (``cudaHostRegister``), 
 in them is gone: at once if the device is idle, else when other pages are registered or a step has ended. Tensors die
 anywhere, in the middle of a CUDA graph's capture too, so nothing waits for the device there. Pages that cannot be
 unregistered stay for good: CUDA still knows their addresses, which must not become those of other memory.
+
+Pages for gradients are used again instead, since each step has gradients of the same sizes::
+
+    free ── empty_like ──▶ hold a gradient ── it dies ──▶ given back ── settle waits for copies ──▶ free
 """
 
 from __future__ import annotations

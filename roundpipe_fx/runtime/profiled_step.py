@@ -2,7 +2,12 @@
 
 A compiler orders, fuses and reuses freely, so its peak is somewhat above or below that of the graph. The second run is
 profiled, and later ones if sizes are larger, up to those that were planned for: in the first run kernels may be
-autotuned, which takes memory that no later run needs. While a profiler of the user runs, nothing is measured.
+autotuned, which takes memory that no later run needs. While a profiler of the user runs, nothing is measured. Forward
+and backward are measured apart, each from its own start::
+
+    forward     peak of the step so far = its own peak
+    between     left = what it retains - results that the caller frees + what is allocated outside the programs
+    backward    peak of the step        = left + incoming gradients + its own peak
 """
 
 from __future__ import annotations

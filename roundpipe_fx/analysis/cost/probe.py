@@ -1,9 +1,14 @@
 """Trials: an operator is run once, alone, on made-up operands, to measure its workspace and its results' layouts.
 
-Neither is known from a graph: fake kernels compute most strides correctly but not all, and no workspaces. Where a
-workspace depends on values, several inputs are tried and the largest result is used. Which operators are run, and on
-which operands, is written in :mod:`roundpipe_fx.analysis.cost.operand_rules`. One that needs more memory than the step
-may take, which is what the device has free, is not run.
+Neither is known from a graph: fake kernels compute most strides correctly but not all, and no workspaces. What operands
+hold depends on the operator::
+
+    every operator                                   zeros: valid as indices, lengths and probabilities
+    one whose workspace depends on values, such as   also ones, and distinct numbers; the largest workspace counts
+    an index by a mask or isin
+
+Which operators are run, and on which operands, is written in :mod:`roundpipe_fx.analysis.cost.operand_rules`. One that
+needs more memory than the step may take, which is what the device has free, is not run.
 """
 
 from __future__ import annotations
