@@ -107,7 +107,10 @@ def known_to_all(ranks: Ranks, known: KnownStep | None, shown: str | None, size:
     # have shown.
     row = [0] * 8
     if known is not None:
-        texts = ["\0".join(each) for each in (known.global_texts, known.per_replica_texts, known.per_pipeline_texts)]
+        texts = [
+            "\0".join(group_texts)
+            for group_texts in (known.global_texts, known.per_replica_texts, known.per_pipeline_texts)
+        ]
         row[:7] = [
             1,
             *(_number(text) for text in texts),
@@ -120,8 +123,8 @@ def known_to_all(ranks: Ranks, known: KnownStep | None, shown: str | None, size:
     same = all(record[0] for record in rows)
     # Rows are ordered by (replica, part, number), so each group of ranks that must be alike is a run of consecutive
     # rows.
-    for column, of_one in ((1, ranks.size), (2, size * parts), (3, size)):
-        same &= all(record[column] == rows[rank - rank % of_one][column] for rank, record in enumerate(rows))
+    for column, group_size in ((1, ranks.size), (2, size * parts), (3, size)):
+        same &= all(record[column] == rows[rank - rank % group_size][column] for rank, record in enumerate(rows))
     generators = [record[4] for record in rows]
     return KnownByAll(
         all(record[7] and record[7] == rows[0][7] for record in rows),
@@ -165,19 +168,19 @@ def agree(ranks: Ranks, statement: Statement, size: int, parts: int = 1) -> list
         raise RemoteError(f"rank {ranks.ranks[rank]} of {ranks.name} could not prepare the step: {failure}")
     if not failed:
         # Three scopes: all ranks, the ranks of a replica, the ranks of one pipeline.
-        _compare(ranks, statement.global_fields, [each for each, *_ in gathered], ranks.size)
-        _compare(ranks, statement.per_replica_fields, [each for each, *_ in gathered], size * parts)
-        _compare(ranks, statement.per_pipeline_fields, [each for each, *_ in gathered], size)
+        _compare(ranks, statement.global_fields, [texts for texts, *_ in gathered], ranks.size)
+        _compare(ranks, statement.per_replica_fields, [texts for texts, *_ in gathered], size * parts)
+        _compare(ranks, statement.per_pipeline_fields, [texts for texts, *_ in gathered], size)
     generators = [generator for _, generator, *_ in gathered]
     return [generators[start : start + size] for start in range(0, len(generators), size)]
 
 
 @contextlib.contextmanager
-def all_or_none(ranks: Ranks, what: str) -> Iterator[None]:
+def all_or_none(ranks: Ranks, task: str) -> Iterator[None]:
     """Context manager in which every rank does something on its own; if one fails, all raise.
 
     Args:
-        what: what they do, for the message.
+        task: what they do, for the message.
 
     Raises:
         RemoteError: another rank has failed, and this one has not.
@@ -190,7 +193,7 @@ def all_or_none(ranks: Ranks, what: str) -> Iterator[None]:
         raise
     for rank, failure in enumerate(ranks.gather(None)):
         if failure is not None:
-            raise RemoteError(f"rank {ranks.ranks[rank]} of {ranks.name} could not {what}: {failure}")
+            raise RemoteError(f"rank {ranks.ranks[rank]} of {ranks.name} could not {task}: {failure}")
 
 
 def _compare(ranks: Ranks, texts_here: dict[str, str], gathered: Sequence[dict[str, str]], size: int) -> None:
@@ -202,11 +205,15 @@ def _compare(ranks: Ranks, texts_here: dict[str, str], gathered: Sequence[dict[s
         # Each rank is compared with the first one of its group. The pairs are equal on all ranks, so all of them gather
         # the texts, or none.
         pairs = [(rank - rank % size, rank) for rank in range(ranks.size)]
-        differing = [(one, two) for one, two in pairs if gathered[one].get(name) != gathered[two].get(name)]
+        differing = [
+            (first_rank, second_rank)
+            for first_rank, second_rank in pairs
+            if gathered[first_rank].get(name) != gathered[second_rank].get(name)
+        ]
         if differing:
-            one, two = differing[0]
+            first_rank, second_rank = differing[0]
             texts = ranks.gather(texts_here[name])
-            first, other = _around_difference(texts[one], texts[two])
+            first, other = _around_difference(texts[first_rank], texts[second_rank])
             rule = "Every rank must be given the same model, options and batch."
             if size < ranks.size or name == FIRST_BATCH:
                 rule = (
@@ -219,8 +226,8 @@ def _compare(ranks: Ranks, texts_here: dict[str, str], gathered: Sequence[dict[s
                     "them batches of the same shapes."
                 )
             raise RanksDifferError(
-                f"the ranks of {ranks.name} differ in {name}. Rank {ranks.ranks[one]} has\n    {first}\n"
-                f"and rank {ranks.ranks[two]} has\n    {other}\n{rule}"
+                f"the ranks of {ranks.name} differ in {name}. Rank {ranks.ranks[first_rank]} has\n    {first}\n"
+                f"and rank {ranks.ranks[second_rank]} has\n    {other}\n{rule}"
             )
 
 

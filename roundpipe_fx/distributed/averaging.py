@@ -99,12 +99,12 @@ def buckets_of(
     """
     last: dict[int, int] = {}
     stage: dict[int, int] = {}
-    for position, of_rank in enumerate(instructions):
-        batch = of_rank.action.microbatch
-        for _, number in (*of_rank.gradients, *of_rank.sums):
+    for position, rank_instructions in enumerate(instructions):
+        batch = rank_instructions.action.microbatch
+        for _, number in (*rank_instructions.gradients, *rank_instructions.sums):
             key = id(primals[batch][programs[batch].gradients[number].primal])
             last[key] = position
-            stage[key] = min(stage.get(key, of_rank.action.stage), of_rank.action.stage)
+            stage[key] = min(stage.get(key, rank_instructions.action.stage), rank_instructions.action.stage)
     buckets: list[GradientBucket] = []
     # From the last stage, whose backward is over first. A bucket starts no earlier than the one in front of it, so all
     # replicas have one order.
@@ -194,9 +194,9 @@ class Averaging:
     def wait(self) -> None:
         """Wait for what was started."""
         while self._started:
-            work, then = self._started.pop(0)
+            work, finish = self._started.pop(0)
             work.wait()
-            then()
+            finish()
 
     def mean(self, key: int, total: torch.Tensor) -> torch.Tensor:
         """The mean of one gradient, which is not written to."""
@@ -255,9 +255,9 @@ class Averaging:
 
     def _share(self, key: int, total: torch.Tensor, owned: bool) -> torch.Tensor:
         """This rank's share of a mean, in the layout of its parameter and in memory of its own."""
-        like = self.parameters[key]
+        parameter = self.parameters[key]
         # A gradient that is shared, in another layout or a view gets memory of its own before it is divided in place.
-        if not owned or total.stride() != like.stride() or total.untyped_storage().nbytes() != total.nbytes:
+        if not owned or total.stride() != parameter.stride() or total.untyped_storage().nbytes() != total.nbytes:
             total = self._empty_like(key).copy_(total)
         before = self._unsynchronized_sum(key)
         if before is not None:
@@ -266,14 +266,14 @@ class Averaging:
 
     def _bucketize(self, keys: Sequence[int], release: Callable[[int], tuple[torch.Tensor, bool]]) -> torch.Tensor:
         """One tensor with this rank's shares of means, each in the layout of its parameter."""
-        of_each = [self.parameters[key].detach() for key in keys]
-        lengths = [aligned_bytes(value.numel() * value.itemsize) // value.itemsize for value in of_each]
-        whole = torch.empty(sum(lengths), dtype=of_each[0].dtype, device=of_each[0].device)
+        parameters = [self.parameters[key].detach() for key in keys]
+        lengths = [aligned_bytes(value.numel() * value.itemsize) // value.itemsize for value in parameters]
+        whole = torch.empty(sum(lengths), dtype=parameters[0].dtype, device=parameters[0].device)
         # Slices of one buffer: parameters' gradients stay views of it after the reduction.
-        for key, value, room in zip(keys, of_each, whole.split(lengths), strict=True):
-            share = room[: value.numel()].as_strided(value.shape, torch.empty_like(value, device="meta").stride())
+        for key, value, slot in zip(keys, parameters, whole.split(lengths), strict=True):
+            share = slot[: value.numel()].as_strided(value.shape, torch.empty_like(value, device="meta").stride())
             # The rest of a slice is padding for alignment; it is reduced as well, so it must not be garbage.
-            room[value.numel() :].zero_()
+            slot[value.numel() :].zero_()
             total, before = release(key)[0], self._unsynchronized_sum(key)
             if before is not None:
                 total = torch.add(total, before, out=share)

@@ -66,31 +66,28 @@ def refuse_escapes(
         ValueError: there is one; the message names it.
     """
     # Only sharded parameters matter: a single number is never freed.
-    parameters = {key for of_batch in primals for key in map(id, of_batch) if key in names}
+    parameters = {key for inputs in primals for key in map(id, inputs) if key in names}
     whole = {
-        id(value)
-        for of_batch in primals
-        for value in of_batch
-        if not isinstance(value, nn.Parameter) or not value.dim()
+        id(value) for inputs in primals for value in inputs if not isinstance(value, nn.Parameter) or not value.dim()
     }
     parameters -= whole
 
-    def check(batch: int, primal: int | None, what: str) -> None:
+    def check(batch: int, primal: int | None, reader: str) -> None:
         key = id(primals[batch][primal]) if primal is not None else None
         if key in parameters and key is not None:
             raise ValueError(
-                f"{what} the parameter {names[key]!r} or a view of it, and with shard='dp' its memory is there only "
+                f"{reader} the parameter {names[key]!r} or a view of it, and with shard='dp' its memory is there only "
                 "while a stage reads it: use a copy, as parameter.clone(), or compile without shard."
             )
 
     for batch, program in enumerate(programs):
         # Outputs and gradients that are handed to the caller, then messages to other ranks.
-        of_outside = [*program.outputs, *(gradient.source for gradient in program.gradients)]
-        for source in of_outside:
+        returned = [*program.outputs, *(gradient.source for gradient in program.gradients)]
+        for source in returned:
             if source is not None and source.kind in ("primal", "value"):
                 primal = source.index if source.kind == "primal" else program.views.get(source.index)
                 check(batch, primal, "the step returns")
-    for instruction in (instruction for of_rank in instructions for instruction in of_rank):
+    for instruction in (instruction for rank_instructions in instructions for instruction in rank_instructions):
         program, batch = programs[instruction.action.microbatch], instruction.action.microbatch
         for _, positions in instruction.sends:
             for _, number in positions:

@@ -97,9 +97,9 @@ class PipelineGroup(Ranks):
         # This process's coordinates in the mesh: replica, part of the layers, number in the pipeline.
         replica, part, _ = coordinates = next(
             (replica, part, number)
-            for replica, of_replica in enumerate(ranks)
-            for part, of_part in enumerate(of_replica)
-            for number, rank in enumerate(of_part)
+            for replica, replica_ranks in enumerate(ranks)
+            for part, part_ranks in enumerate(replica_ranks)
+            for number, rank in enumerate(part_ranks)
             if rank == dist.get_rank()
         )
         super().__init__(ranks[replica][part], timeout, "the pipeline")
@@ -117,11 +117,13 @@ class PipelineGroup(Ranks):
         self.replicas: Replicas | None = None
         self.sharers: Ranks = self
         if self.parts > 1:
-            self.sharers = Ranks([rank for of_part in ranks[replica] for rank in of_part], timeout, "the pipeline")
+            self.sharers = Ranks(
+                [rank for part_ranks in ranks[replica] for rank in part_ranks], timeout, "the pipeline"
+            )
         self.everyone = self.sharers
         if len(ranks) > 1:
-            self.replicas = Replicas([of_replica[part][coordinates[2]] for of_replica in ranks], timeout, backend)
-            all_ranks = [rank for of_replica in ranks for of_part in of_replica for rank in of_part]
+            self.replicas = Replicas([replica_ranks[part][coordinates[2]] for replica_ranks in ranks], timeout, backend)
+            all_ranks = [rank for replica_ranks in ranks for part_ranks in replica_ranks for rank in part_ranks]
             self.everyone = Ranks(all_ranks, timeout, "the pipelines")
 
     def of_mesh(self) -> dist.ProcessGroup:

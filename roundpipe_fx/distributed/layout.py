@@ -126,9 +126,9 @@ def as_strided_tensor(flat: torch.Tensor, shape: Sequence[int], stride: Sequence
     if _is_dense(narrow, stride):
         return flat.as_strided(shape, stride)
     order = sorted(range(len(narrow)), key=lambda dim: -stride[dim])
-    made = torch.empty_strided(narrow, stride, dtype=flat.dtype, device=flat.device)
-    made.permute(order).copy_(flat.view([narrow[dim] for dim in order]))
-    return made.expand(shape)
+    tensor = torch.empty_strided(narrow, stride, dtype=flat.dtype, device=flat.device)
+    tensor.permute(order).copy_(flat.view([narrow[dim] for dim in order]))
+    return tensor.expand(shape)
 
 
 def count(shape: Sequence[int], stride: Sequence[int]) -> int:

@@ -109,9 +109,9 @@ def _check_parallel_layers(mesh: DeviceMesh, model: nn.Module, sharded: bool) ->
             )
         return 1
     # A mesh of one dimension alone is no submesh: ``mesh["tp"]`` would be the mesh itself, without stages or replicas.
-    wanted = mesh[TENSOR] if size > 1 and mesh.ndim > 1 else None
+    expected = mesh[TENSOR] if size > 1 and mesh.ndim > 1 else None
     for name, value in parallel:
-        if wanted is None or value.device_mesh != wanted:
+        if expected is None or value.device_mesh != expected:
             raise ValueError(
                 f"{name!r} is a DTensor on {value.device_mesh}. "
                 "With mesh= layers are distributed over the mesh's dimension "

@@ -157,8 +157,8 @@ def clip_gradients(processes: ProcessPipeline, max_norm: float, norm_type: float
         for name, norm in counted_there.items():
             parts.setdefault(name, []).append(norm)
     norms = {
-        name: of_parts[0] if len(of_parts) == 1 else torch.linalg.vector_norm(torch.stack(of_parts), norm_type)
-        for name, of_parts in parts.items()
+        name: part_norms[0] if len(part_norms) == 1 else torch.linalg.vector_norm(torch.stack(part_norms), norm_type)
+        for name, part_norms in parts.items()
     }
     if not norms:
         return torch.zeros(())
@@ -175,7 +175,9 @@ def _counts(processes: ProcessPipeline, value: torch.Tensor) -> bool:
     """Return whether this rank's part of a parameter that it owns is one that no other rank counts."""
     owners, shards, group = processes.ownership.owners or {}, processes.ownership.shards, processes.group
     in_parts = shards.mesh is None or id(value) in shards.by_traced
-    in_layer = any(local_part(of) is value and of.placements[0].is_shard() for of in processes.ownership.parallel)
+    in_layer = any(
+        local_part(dtensor) is value and dtensor.placements[0].is_shard() for dtensor in processes.ownership.parallel
+    )
     once = (in_parts or group.replica == 0) and (in_layer or group.part == 0)
     return min(owners[id(value)]) == group.rank and once
 

@@ -51,8 +51,8 @@ def readers_of(
     """
     ranks_reading: dict[int, set[int]] = {}
     where: dict[tuple[StageAction, int], int] = {}
-    for rank, of_rank in enumerate(instructions):
-        for instruction in of_rank:
+    for rank, rank_instructions in enumerate(instructions):
+        for instruction in rank_instructions:
             # Who runs which stage action, and which inputs its stages read.
             batch = instruction.action.microbatch
             where[instruction.action.step, batch] = rank
@@ -63,9 +63,9 @@ def readers_of(
         makers = {number: step for step, code in program.steps.items() for number in code.outputs}
         # The rank that computes a buffer's new value owns the buffer, read or not.
         for output, primal in program.mutations.items():
-            made = program.outputs[output]
-            if made is not None and made.kind == "value" and (makers[made.index], batch) in where:
-                ranks_reading.setdefault(id(primals[batch][primal]), set()).add(where[makers[made.index], batch])
+            result = program.outputs[output]
+            if result is not None and result.kind == "value" and (makers[result.index], batch) in where:
+                ranks_reading.setdefault(id(primals[batch][primal]), set()).add(where[makers[result.index], batch])
         # The gradient of a parameter may be an input itself (of a reshaped view, say): then both are needed in one
         # place.
         for gradient in program.gradients:
@@ -143,27 +143,27 @@ class Ownership:
         self.shards.shard(self.model, owned, self.unloaded)
 
     def _replace_meta(self, device: torch.device) -> None:
-        made: dict[int, torch.Tensor] = {}
+        replacements: dict[int, torch.Tensor] = {}
         for module in self.model.modules():
             # `made` keeps tied parameters tied: one replacement for each object.
             for registered in (module._parameters, module._buffers):
                 for name, value in registered.items():
                     if value is None or value.device.type != "meta":
                         continue
-                    if id(value) not in made:
-                        made[id(value)] = self._without_memory(value, device)
-                    registered[name] = made[id(value)]  # type: ignore[assignment]
+                    if id(value) not in replacements:
+                        replacements[id(value)] = self._without_memory(value, device)
+                    registered[name] = replacements[id(value)]  # type: ignore[assignment]
 
     def _without_memory(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-        made: torch.Tensor = empty
+        replacement: torch.Tensor = empty
         if isinstance(value, nn.Parameter):
-            made = nn.Parameter(empty, value.requires_grad)
+            replacement = nn.Parameter(empty, value.requires_grad)
             # Attributes that users or libraries have set on the parameter.
-            made.__dict__.update(value.__dict__)
-        self.unloaded.add(id(made))
-        self._free(made)
-        return made
+            replacement.__dict__.update(value.__dict__)
+        self.unloaded.add(id(replacement))
+        self._free(replacement)
+        return replacement
 
     def _free(self, value: torch.Tensor) -> None:
         if not value.dim():
@@ -293,8 +293,8 @@ def find_remote_gradients(
     """
     where = {
         (instruction.action.step, instruction.action.microbatch): rank
-        for rank, of_rank in enumerate(instructions)
-        for instruction in of_rank
+        for rank, rank_instructions in enumerate(instructions)
+        for instruction in rank_instructions
     }
     computed: dict[int, dict[int, ValueLayout]] = {}
     for batch, program in enumerate(programs):

@@ -215,8 +215,8 @@ class ProcessPipeline(Local):
         )
         if isinstance(generators, UnequalMicrobatches):
             raise UnequalMicrobatchesError(generators)
-        of_each = ranks.gather(end_bytes_of(prepared.captured, self.generator_device(prepared.captured)))
-        end_bytes = EndBytes(max(each.state for each in of_each), max(each.outputs for each in of_each))
+        all_end_bytes = ranks.gather(end_bytes_of(prepared.captured, self.generator_device(prepared.captured)))
+        end_bytes = EndBytes(max(end.state for end in all_end_bytes), max(end.outputs for end in all_end_bytes))
         captured = ready(prepared.captured, generators=generators, end_bytes=end_bytes)
         # Replicas begin with equal values, and sharded parameters are cut once they do.
         if first:
@@ -296,11 +296,11 @@ class ProcessPipeline(Local):
         parts = self.group.parts  # of a replica, each a pipeline; all of them draw alike
         first = 0 if alone else self.group.replica * parts
         # Ranks of one pipeline that began with different states draw from the first one's.
-        if draws and len({state for of_part in generators[first : first + parts] for state in of_part}) > 1:
+        if draws and len({state for states in generators[first : first + parts] for state in states}) > 1:
             device = self.generator_device(captured)
             random_streams.set_state(device, self.group.sharers.share(random_streams.state_of(device), 0))
-        of_replicas = [of_part[0] for of_part in generators[::parts]]
-        self.replication.number_streams(None if alone else of_replicas, microbatches)
+        first_states = [states[0] for states in generators[::parts]]
+        self.replication.number_streams(None if alone else first_states, microbatches)
         synchronizing = self.replication.synchronizing
         return AgreedCalls(**vars(captured), alone=alone, averaged=synchronizing, end_bytes=end_bytes)
 
@@ -329,8 +329,8 @@ class ProcessPipeline(Local):
             self._warn_of_late_sends(plan.transfers, programs, budget)
         where = {
             (instruction.action.step, instruction.action.microbatch): device
-            for device, of_device in enumerate(instructions)
-            for instruction in of_device
+            for device, device_instructions in enumerate(instructions)
+            for instruction in device_instructions
         }
         # Outputs are computed on some rank and returned on all of them.
         shared_outputs = [*iterate_shared_outputs(captured, where, self.ownership.owners or {})]
@@ -374,9 +374,9 @@ class ProcessPipeline(Local):
         # Outputs that are too large for the end record are broadcast one by one, in the same order on all ranks.
         for output in shared_outputs:
             if output not in end.outputs:
-                of_batch = finished.outputs[output.microbatch]
-                of_batch[output.position] = broadcast_value(
-                    self.group, of_batch[output.position], output.layout, output.root
+                batch_outputs = finished.outputs[output.microbatch]
+                batch_outputs[output.position] = broadcast_value(
+                    self.group, batch_outputs[output.position], output.layout, output.root
                 )
         replace_updates(captured, where, finished.outputs, rank)
         if differentiates and not captured.averaged:

@@ -162,20 +162,20 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
         # What each stage reads of the model. A tensor that a stage of another rank reads (a tied embedding) is sent
         # there once: PyTorch's runtime has no means to share a parameter.
         read = [{id(primals[positions[node]]) for node in exported.primals} & tensors.keys() for exported in stages]
-        wanted = _find_foreign_reads(ownership.owners or {}, tensors, read, ranks)
+        foreign_reads = _find_foreign_reads(ownership.owners or {}, tensors, read, ranks)
         metas = _infer_meta_results(
             stages, [[primals[positions[node]] for node in exported.primals] for exported in stages]
         )
     owners = ownership.owners or {}
     # A collective per tensor, in the same order on every rank: all ranks run this loop, whether or not they need the
     # value.
-    for key in wanted:
+    for key in foreign_reads:
         value = broadcast_value(group, tensors[key].detach(), ValueLayout.of(tensors[key]), min(owners[key]))
         if group.rank not in owners[key]:
             tensors[key] = nn.Parameter(value, False) if isinstance(tensors[key], nn.Parameter) else value
     # Tensors that this rank owns and no stage reads (unused parameters) are held by the first stage.
     read[0] |= {key for key in tensors if ownership.owns(tensors[key])} - set().union(*read) if ranks[0] == 0 else set()
-    made = []
+    exported_stages = []
     for number, stage in enumerate(stages):
         if ranks[number] != group.rank:
             continue
@@ -192,7 +192,7 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
         )
         _register_tensors(module, ownership.model, {key: tensors[key] for key in read[number]}, ownership)
         arguments: Any = metas[number - 1] if number else _require_tensors(traced.args)
-        made.append(
+        exported_stages.append(
             PipelineStage(
                 module,
                 number,
@@ -203,7 +203,7 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
                 group=group.of_mesh(),
             )
         )
-    return made
+    return exported_stages
 
 
 def _require_tensors(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
@@ -221,8 +221,8 @@ def _ranks_of(instructions: Sequence[Sequence[Instruction]], count: int) -> list
     """The rank of each stage."""
     rank_of_stage = {
         instruction.action.stage: rank
-        for rank, of_rank in enumerate(instructions)
-        for instruction in of_rank
+        for rank, rank_instructions in enumerate(instructions)
+        for instruction in rank_instructions
         if instruction.action.kind is ActionKind.FORWARD
     }
     ranks = [rank_of_stage.get(stage, -1) for stage in range(count)]
@@ -245,22 +245,22 @@ def _find_sources(traced: TracedStep, read: Sequence[Any], processes: ProcessPip
     arguments = dict(signature.bind_partial(*traced.args, **traced.kwargs).arguments)
     if traced.labels is not None:
         arguments["labels"] = traced.labels
-    wanted, twice = {id(value) for value in read}, set()
+    needed, twice = {id(value) for value in read}, set()
     for name, argument in arguments.items():
         for path, value in tree_flatten_with_path(argument)[0]:
             if isinstance(value, torch.Tensor):
                 # A tensor that is a parameter and an argument at once, or two arguments: which of them the caller
                 # changes in the next step cannot be seen.
-                twice |= {id(value)} & wanted & sources.keys()
+                twice |= {id(value)} & needed & sources.keys()
                 sources.setdefault(id(value), _InputSource(argument=name, path=tuple(path)))
     for value in read:
         source = sources.get(id(value))
         if not isinstance(value, torch.Tensor) or source is None or id(value) in twice:
-            what = "sizes or numbers of the batch" if not isinstance(value, torch.Tensor) else "a tensor"
+            description = "sizes or numbers of the batch" if not isinstance(value, torch.Tensor) else "a tensor"
             where = f" ({source.argument}{keystr(source.path)})" if source is not None else ""
             raise ValueError(
-                f"stages read {what}{where} that cannot be told from the arguments of the model: pass each tensor as "
-                "one argument, once, and compile with dynamic=False."
+                f"stages read {description}{where} that cannot be told from the arguments of the model: pass each "
+                "tensor as one argument, once, and compile with dynamic=False."
             )
     return sources
 
@@ -285,11 +285,11 @@ def _infer_meta_results(
     """Results of each stage on the meta device, found by running its graph on fake tensors."""
     received: list[torch.Tensor] = []
     metas = []
-    for stage, of_stage in zip(stages, primals, strict=True):
+    for stage, inputs in zip(stages, primals, strict=True):
         values = [*(node.meta["val"] for node in (*stage.received, *stage.primals))]
         # A stage's outputs require gradients where one of its inputs does. This is asked of autograd, not worked out:
         # the graph is run with fake tensors that carry the flags.
-        flags = [value.requires_grad for value in (*received, *of_stage)]
+        flags = [value.requires_grad for value in (*received, *inputs)]
         mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))  # type: ignore[attr-defined]
         with mode, torch.enable_grad():
             fakes = [

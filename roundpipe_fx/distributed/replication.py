@@ -94,11 +94,11 @@ class Replication:
             generators: digests of the states of each replica's generator; ``None``: of this replica's alone.
             microbatches: into how many a batch is split at most.
         """
-        of_each: list[object] = [None] if generators is None else list(generators)
+        states: list[object] = [None] if generators is None else list(generators)
         number = 0 if generators is None else self._group.replica
         # Pipelines whose generators began equally draw as one pipeline with more microbatches: stream numbers continue
         # from replica to replica.
-        first = [of_each.index(state) for state in of_each]
+        first = [states.index(state) for state in states]
         self.first_stream = first[:number].count(first[number]) * microbatches
         parts = self._group.parts
         self.alike = [replica * parts + part for replica in first for part in range(parts)]
@@ -121,8 +121,8 @@ class Replication:
             return None
         ran = {
             (instruction.action.step, instruction.action.microbatch)
-            for of_rank in instructions
-            for instruction in of_rank
+            for rank_instructions in instructions
+            for instruction in rank_instructions
         }
         at_end = find_late_gradients(programs, primals, ran)
         parameters = self._parameters()

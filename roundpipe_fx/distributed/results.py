@@ -184,8 +184,10 @@ def replace_updates(captured: CapturedCalls, where: Where, outputs: Sequence[lis
                 # Outside of the owner, a buffer's new value is an expanded zero: it has the shape, and no memory.
                 root = where.get((makers[source.index], batch))
                 if root is not None and root != rank:
-                    like = captured.primals[batch][primal]
-                    outputs[batch][position] = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
+                    original = captured.primals[batch][primal]
+                    outputs[batch][position] = torch.zeros((), dtype=original.dtype, device=original.device).expand(
+                        original.shape
+                    )
 
 
 def end_bytes_of(captured: CapturedCalls, device: torch.device) -> EndBytes:

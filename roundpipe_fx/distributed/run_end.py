@@ -121,7 +121,7 @@ class RunEnd:
         state, small = (self.sizes.state and 1 + self.sizes.state), self.sizes.outputs
         # A maximum of bytes: every rank writes only its own fields, all others are zero, so the maximum is the union.
         record = torch.zeros(1 + self.generators * state + self.pipelines * small, dtype=torch.uint8)
-        of_state = record[1 + self.generator * state :][:state]
+        generator_record = record[1 + self.generator * state :][:state]
         start = 1 + self.generators * state + self.pipeline * small
         parts = []
         for output in self.outputs:
@@ -132,16 +132,16 @@ class RunEnd:
         record[0] = failed
         if not failed:
             if self.stream is not None and self.drew_last:
-                of_state[0] = True
-                of_state[1:] = self.stream.state
+                generator_record[0] = True
+                generator_record[1:] = self.stream.state
             for output, part in zip(self.outputs, parts, strict=True):
                 if output.root == self.rank:
                     part.copy_(_bytes(outputs[output.microbatch][output.position], output.layout))
         self.ranks.maximum(record)
         if record[0]:
             return True
-        if self.stream is not None and of_state[0]:
-            self.stream.state = of_state[1:].clone()
+        if self.stream is not None and generator_record[0]:
+            self.stream.state = generator_record[1:].clone()
             self.stream.drawn = True
         for output, part in zip(self.outputs, parts, strict=True):
             if output.root != self.rank:

@@ -178,8 +178,8 @@ class ShardedParameters:
             if not isinstance(value, nn.Parameter) or id(value) in self.receivers:
                 continue
             if value.dim():
-                made = self._sharded(value, with_values=id(value) not in unloaded)
-                self.by_traced[id(value)], dtensor = made, made.dtensor
+                sharded = self._sharded(value, with_values=id(value) not in unloaded)
+                self.by_traced[id(value)], dtensor = sharded, sharded.dtensor
             else:
                 dtensor = _make_substitute(value, _distributed(value.detach(), self.mesh, value, Replicate()))
             self.receivers[id(value)], self._traced[id(dtensor)] = dtensor, value
@@ -197,13 +197,13 @@ class ShardedParameters:
         rows = max(min(value.shape[0] - part * chunk, chunk), 0)
         padded = torch.zeros((chunk, *value.shape[1:]), dtype=value.dtype, device=value.device)
         parameter = _make_substitute(value, _distributed(padded[:rows], self.mesh, value, Shard(0)))
-        made = ShardedParameter(traced=value, dtensor=parameter, parts=parts, part=part)
+        sharded = ShardedParameter(traced=value, dtensor=parameter, parts=parts, part=part)
         if with_values:
-            made.write(value.data)
+            sharded.write(value.data)
         # Its memory may be a part of another tensor's, or not be PyTorch's.
         value.data = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        made.free()
-        return made
+        sharded.free()
+        return sharded
 
     def traced_of(self, value: torch.Tensor) -> torch.Tensor:
         """The traced parameter of a DTensor; other tensors themselves."""

@@ -165,7 +165,7 @@ def replace_local_tensors(fake: Callable[[torch.Tensor], torch.Tensor]) -> Calla
     def replaced(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return fake(tensor)
-        made = DTensor.from_local(
+        dtensor = DTensor.from_local(
             fake(tensor.to_local().detach()),
             tensor.device_mesh,
             tensor.placements,
@@ -173,6 +173,6 @@ def replace_local_tensors(fake: Callable[[torch.Tensor], torch.Tensor]) -> Calla
             shape=tensor.shape,
             stride=tensor.stride(),
         )
-        return made.requires_grad_(tensor.requires_grad)
+        return dtensor.requires_grad_(tensor.requires_grad)
 
     return replaced

@@ -82,47 +82,47 @@ def transfers_of(
     """
     where = {
         (instruction.action.step, instruction.action.microbatch): rank
-        for rank, of_rank in enumerate(instructions)
-        for instruction in of_rank
+        for rank, rank_items in enumerate(instructions)
+        for instruction in rank_items
     }
     # What each rank sends behind each instruction, by receiver.
     sends = [
-        [_make_parcels(rank, instruction, programs[instruction.action.microbatch], where) for instruction in of_rank]
-        for rank, of_rank in enumerate(instructions)
+        [_make_parcels(rank, instruction, programs[instruction.action.microbatch], where) for instruction in rank_items]
+        for rank, rank_items in enumerate(instructions)
     ]
     # Each parcel with the position of the instruction that sends it.
-    made = {
+    sent_parcels = {
         (rank, parcel.target, parcel.step, parcel.microbatch): (position, parcel)
-        for rank, of_rank in enumerate(sends)
-        for position, parcels in enumerate(of_rank)
+        for rank, rank_items in enumerate(sends)
+        for position, parcels in enumerate(rank_items)
         for parcel in parcels.values()
     }
     reads = [
         [
             tuple(
-                made[key]
+                sent_parcels[key]
                 for step in order_step.receives
                 if (key := (where[step, order_step.action.microbatch], rank, step, order_step.action.microbatch))
-                in made
+                in sent_parcels
             )
-            for order_step in of_rank
+            for order_step in rank_items
         ]
-        for rank, of_rank in enumerate(instructions)
+        for rank, rank_items in enumerate(instructions)
     ]
     over = _count_finished_before(reads)
     # The receive is started before instruction `over[sender][position][target]` of the target: the first one that is
     # not certainly over when the sender gets there.
-    starts: list[list[list[Parcel]]] = [[[] for _ in of_rank] for of_rank in instructions]
-    for rank, of_rank in enumerate(sends):
-        for position, parcels in enumerate(of_rank):
+    starts: list[list[list[Parcel]]] = [[[] for _ in rank_items] for rank_items in instructions]
+    for rank, rank_items in enumerate(sends):
+        for position, parcels in enumerate(rank_items):
             for target, parcel in parcels.items():
                 starts[target][over[rank][position][target]].append(parcel)
     return [
         RankTransfers(
             tuple(map(tuple, starts[rank])),
-            tuple(tuple(parcel for _, parcel in of_step) for of_step in reads[rank]),
+            tuple(tuple(parcel for _, parcel in step_parcels) for step_parcels in reads[rank]),
             tuple(sends[rank]),
-            frozenset(peer for of_step in sends[rank] for peer, parcel in of_step.items() if parcel.integers),
+            frozenset(peer for step_parcels in sends[rank] for peer, parcel in step_parcels.items() if parcel.integers),
         )
         for rank in range(len(instructions))
     ]
@@ -163,10 +163,10 @@ def _count_finished_before(reads: Sequence[Sequence[Sequence[tuple[int, Parcel]]
     # deadlock.
     while going_on:
         going_on = False
-        for rank, of_rank in enumerate(reads):
-            while len(clocks[rank]) < len(of_rank):
+        for rank, rank_reads in enumerate(reads):
+            while len(clocks[rank]) < len(rank_reads):
                 position = len(clocks[rank])
-                sources = of_rank[position]
+                sources = rank_reads[position]
                 if any(at >= len(clocks[parcel.source]) for at, parcel in sources):
                     break
                 clock = list(clocks[rank][-1]) if position else [0] * ranks
@@ -178,7 +178,7 @@ def _count_finished_before(reads: Sequence[Sequence[Sequence[tuple[int, Parcel]]
                 clock[rank] = position
                 clocks[rank].append(clock)
                 going_on = True
-    if any(len(clock_of_rank) < len(of_rank) for clock_of_rank, of_rank in zip(clocks, reads, strict=True)):
+    if any(len(clock_of_rank) < len(rank_reads) for clock_of_rank, rank_reads in zip(clocks, reads, strict=True)):
         raise InvalidScheduleError("the schedule deadlocks: ranks would wait for each other's results.")
     return clocks
 
@@ -190,14 +190,14 @@ def make_orders(
     return [
         [
             item
-            for step, starts, sends in zip(of_rank, ranks.starts, ranks.sends, strict=True)
+            for step, starts, sends in zip(rank_instructions, ranks.starts, ranks.sends, strict=True)
             for item in (
                 *(_transfer(ActionKind.RECEIVE, parcel) for parcel in starts),
                 step.action,
                 *(_transfer(ActionKind.SEND, sends[peer]) for peer, _ in step.sends if peer in sends),
             )
         ]
-        for of_rank, ranks in zip(instructions, transfers, strict=True)
+        for rank_instructions, ranks in zip(instructions, transfers, strict=True)
     ]
 
 
@@ -298,7 +298,7 @@ def _streams(orders: Sequence[Sequence[Action]]) -> dict[tuple[int, int], dict[t
                     f"transfer {position} from rank {source} to rank {target}: {_text(sent)} is sent, and "
                     f"{_text(received)} is received."
                 )
-    return {pair: {key: position for position, key in enumerate(of_pair)} for pair, of_pair in sends.items()}
+    return {pair: {key: position for position, key in enumerate(keys)} for pair, keys in sends.items()}
 
 
 def _text(transfer: tuple[StageAction, int] | None) -> str:

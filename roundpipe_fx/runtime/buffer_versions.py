@@ -34,7 +34,7 @@ class BufferVersions:
         for microbatch, program in enumerate(programs):
             for position in program.mutations.values():
                 self._writers.setdefault(id(primals[microbatch][position]), []).append(microbatch)
-        self._made: dict[tuple[int, int], Any] = {}
+        self._versions: dict[tuple[int, int], Any] = {}
         self._changed = threading.Condition()
         self._stopped = False
 
@@ -59,13 +59,13 @@ class BufferVersions:
             return value, None
         key = (id(value), before[-1])
         with self._changed:
-            while key not in self._made:
+            while key not in self._versions:
                 if self._stopped:
                     raise Stopped
                 self._changed.wait()
-            return self._made[key]
+            return self._versions[key]
 
-    def write(self, value: Any, microbatch: int, made: Any, ready: Any) -> None:
+    def write(self, value: Any, microbatch: int, new_value: Any, ready: Any) -> None:
         """Publish a microbatch's version of a tensor.
 
         Args:
@@ -73,7 +73,7 @@ class BufferVersions:
             ready: the event after which it may be read (see :meth:`DeviceStreams.ready`).
         """
         with self._changed:
-            self._made[id(value), microbatch] = (made, ready)
+            self._versions[id(value), microbatch] = (new_value, ready)
             self._changed.notify_all()
 
     def stop(self) -> None:

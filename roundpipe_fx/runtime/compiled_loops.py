@@ -53,23 +53,23 @@ def opaque_loops(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Bo
     """
     # The loop is called by number, since an operator's arguments are tensors and numbers. It is weak here: the module
     # keeps it.
-    made: dict[TileLoop, tuple[int, TileLoop]] = {}
+    replaced: dict[TileLoop, tuple[int, TileLoop]] = {}
     for loop in list_loops(module.graph):
         number = next(_numbers)
-        made[loop] = number, loop.map_bodies(lambda body: _adding(body, compiled))
-        _loops[number] = made[loop][1]
+        replaced[loop] = number, loop.map_bodies(lambda body: _compile_body(body, compiled))
+        _loops[number] = replaced[loop][1]
     for node in module.graph.nodes:
-        if node.target in made:
+        if node.target in replaced:
             # The compiler sees an operator with a list of operands, and compiles around it.
-            node.args = (list(node.args), made[node.target][0])
+            node.args = (list(node.args), replaced[node.target][0])
             node.target = torch.ops.roundpipe_fx.tile_loop.default
             node.meta["val"] = list(node.meta["val"])
-    if made:
+    if replaced:
         module.recompile()
-    return [loop for _, loop in made.values()]
+    return [loop for _, loop in replaced.values()]
 
 
-def _adding(body: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]) -> Boxed:
+def _compile_body(body: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]) -> Boxed:
     """A body whose operations are compiled, and which adds to the sums itself."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -92,9 +92,9 @@ def _adding(body: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]) -
     def run(arguments: list[Any]) -> tuple[Any, ...]:
         values, held = arguments[:count], arguments[count:]
         arguments.clear()
-        made = list(call(values))
-        results, added = made[: len(parts)], iter(made[len(parts) :])
-        del made
+        computed = list(call(values))
+        results, added = computed[: len(parts)], iter(computed[len(parts) :])
+        del computed
         # In the order of the body: the bits of a sum depend on it.
         for target, number, operands in sums:
             target(held[number], *itertools.islice(added, operands))

@@ -110,7 +110,7 @@ def follow_compiled(
     if followed is None or not beyond:
         return followed
     # Added after reading: what is kept on disk does not depend on it.
-    operations = [one._replace(workspace=one.workspace + beyond) for one in followed.operations]
+    operations = [operation._replace(workspace=operation.workspace + beyond) for operation in followed.operations]
     return followed._replace(operations=operations)
 
 
@@ -127,8 +127,8 @@ def _follow_call(
     loops = opaque_loops(module, lambda body: _raise_if_called)
     try:
         code = inductor_code(module, examples, DECOMPOSITIONS, donated, dict(options))
-        of_call = functools.partial(_workspace_of_call, workspaces)
-        return follow_wrapper(code, inputs, dict.fromkeys(workspaces, of_call), storages)
+        measure = functools.partial(_workspace_of_call, workspaces)
+        return follow_wrapper(code, inputs, dict.fromkeys(workspaces, measure), storages)
     except Exception as error:  # of code that reads numbers, or has constants
         log.warning(
             "the memory of %s cannot be read from Inductor's code: %s: %s", call.name, type(error).__name__, error
@@ -138,24 +138,24 @@ def _follow_call(
         loops.clear()  # held as long as fake ones are called
 
 
-def _workspace_of_call(known: Mapping[str, int], call: fx.Node) -> int:
+def _workspace_of_call(workspaces: Mapping[str, int], call: fx.Node) -> int:
     """Bytes that a call in Inductor's code allocates beside its results.
 
     Inductor may lay out operands otherwise than the graph: convolutions read channels last, and reorder less. Such
     calls are measured anew.
 
     Args:
-        known: bytes of the graph's calls, by signature; the most of an operator's calls, by its name.
+        workspaces: bytes of the graph's calls, by signature; the most of an operator's calls, by its name.
         call: the call, as a node with the operands of the code.
     """
     signature = signature_of(call)
-    if signature in known:
-        return known[signature]
+    if signature in workspaces:
+        return workspaces[signature]
     probe = None
     if isinstance(call.target, torch._ops.OpOverload) and may_run_alone(call):
         devices = {value.device for operand in call.all_input_nodes for value in tensor_values(operand)}
         probe = probe_in_thread(call, devices.pop()) if len(devices) == 1 else None
-    return known[_operator_name(call)] if probe is None else probe.workspace
+    return workspaces[_operator_name(call)] if probe is None else probe.workspace
 
 
 def _raise_if_called(arguments: list[Any]) -> tuple[Any, ...]:

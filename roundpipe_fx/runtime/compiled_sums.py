@@ -44,10 +44,10 @@ def start_from_zeros(
         return call
 
     def run(arguments: list[Any]) -> tuple[Any, ...]:
-        for position, like in sums.items():
+        for position, total in sums.items():
             if arguments[position] is None:
                 arguments[position] = torch.empty_strided(
-                    like.shape, like.stride(), dtype=like.dtype, device=like.device
+                    total.shape, total.stride(), dtype=total.dtype, device=total.device
                 ).zero_()
         return call(arguments)
 

@@ -42,17 +42,17 @@ def updatable_in_step(programs: Sequence[PipelineProgram], primals: Sequence[Seq
     tensors: dict[int, torch.Tensor] = {}
     # Four reasons against an early update: a gradient from outside, an update by the step, an output that is the
     # parameter or a view of it, memory shared with another parameter.
-    for program, of_batch in zip(programs, primals, strict=True):
-        tensors.update({id(value): value for value in of_batch if isinstance(value, torch.Tensor)})
+    for program, inputs in zip(programs, primals, strict=True):
+        tensors.update({id(value): value for value in inputs if isinstance(value, torch.Tensor)})
         for gradient in program.gradients:
             if gradient.source is not None:
-                (updatable if gradient.source.kind == "value" else outside).add(id(of_batch[gradient.primal]))
-        outside.update(id(of_batch[number]) for number in program.mutations.values())
+                (updatable if gradient.source.kind == "value" else outside).add(id(inputs[gradient.primal]))
+        outside.update(id(inputs[number]) for number in program.mutations.values())
         for source in program.outputs:
             if source is not None and source.kind == "primal":
-                outside.add(id(of_batch[source.index]))
+                outside.add(id(inputs[source.index]))
             elif source is not None and source.index in program.views:
-                outside.add(id(of_batch[program.views[source.index]]))
+                outside.add(id(inputs[program.views[source.index]]))
     sharing = Counter(value.untyped_storage()._cdata for value in tensors.values())
     outside.update(key for key, value in tensors.items() if sharing[value.untyped_storage()._cdata] > 1)
     return updatable - outside
@@ -81,9 +81,9 @@ class CompleteGradients:
         self._devices: Counter[int] = Counter()
         self._last: list[list[tuple[int, int]]] = []
         # For each device, the position of the last instruction that reads a parameter or adds to its gradient.
-        for of_device in instructions:
+        for device_instructions in instructions:
             last: dict[int, int] = {}
-            for position, instruction in enumerate(of_device):
+            for position, instruction in enumerate(device_instructions):
                 batch = instruction.action.microbatch
                 for key in _iterate_touched(instruction, programs[batch], primals[batch]):
                     if key in updates.keys:

@@ -41,12 +41,12 @@ def find_donatable(module: fx.GraphModule, computed: Collection[int]) -> list[in
     """
     inputs = module.graph.find_nodes(op="placeholder")
     # A donation pays only if some result has exactly this size: the compiler reuses whole buffers.
-    made = {_bytes(node) for node in module.graph.nodes if node.op == "call_function" and not is_view(node)}
+    result_sizes = {_bytes(node) for node in module.graph.nodes if node.op == "call_function" and not is_view(node)}
     return [
         position
         for position in computed
         if _bytes(inputs[position]) >= _WORTH
-        and _bytes(inputs[position]) in made
+        and _bytes(inputs[position]) in result_sizes
         and _is_read_in_kernel(inputs[position])
     ]
 

@@ -134,8 +134,8 @@ class _Names:
         taken: names that must not be used.
     """
 
-    def __init__(self, taken: set[str]) -> None:
-        self._taken = taken
+    def __init__(self, used_names: set[str]) -> None:
+        self._taken = used_names
         self._known: dict[int, str] = {}
         self.bound: dict[str, Any] = {}
 

@@ -64,7 +64,7 @@ def _with_contiguous_inputs(module: fx.GraphModule, positions: Collection[int]) 
     graph.set_codegen(module.graph._codegen)
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
         if position in positions:
-            like = node.meta["val"]
-            with like.fake_mode:
-                node.meta["val"] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            value = node.meta["val"]
+            with value.fake_mode:
+                node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     return graph_module(module, graph, module._get_name())

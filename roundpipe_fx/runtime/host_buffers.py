@@ -21,12 +21,12 @@ _RAN_OUT = re.compile("out of memory|allocate memory|not enough memory|no memory
 
 
 @contextlib.contextmanager
-def allocating_on_host(size: int, what: str, advice: str) -> Iterator[None]:
+def allocating_on_host(size: int, purpose: str, advice: str) -> Iterator[None]:
     """Context manager that says what memory of the host was for, if it runs out. Other errors pass unchanged.
 
     Args:
         size: bytes that are allocated.
-        what: what the memory is for, as the message of an error names it.
+        purpose: what the memory is for, as the message of an error names it.
         advice: what is left as it is, and what to do; sentences.
 
     Raises:
@@ -38,7 +38,7 @@ def allocating_on_host(size: int, what: str, advice: str) -> Iterator[None]:
     except (RuntimeError, OSError) as error:
         if not _RAN_OUT.search(str(error)):
             raise
-        message = f"the host has no memory for {what}: allocating {bytes_text(size)} failed. {advice}"
+        message = f"the host has no memory for {purpose}: allocating {bytes_text(size)} failed. {advice}"
         raise HostMemoryError(message, size) from error
 
 
@@ -72,10 +72,10 @@ class HostBuffers:
             "recomputed instead, or use a smaller batch."
         )
         with allocating_on_host(size, "values that leave the device", advice):
-            made = pinned_empty(size, self._device)
+            buffer = pinned_empty(size, self._device)
         self.bytes += size
-        weakref.finalize(made, _freed, weakref.ref(self), size).atexit = False
-        return made
+        weakref.finalize(buffer, _freed, weakref.ref(self), size).atexit = False
+        return buffer
 
     def give(self, buffer: torch.Tensor) -> None:
         """Return a buffer. Later copies into it must run after those from it."""

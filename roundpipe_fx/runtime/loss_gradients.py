@@ -37,15 +37,15 @@ def _gradient_of_scores(
         total: the number of labels, or the sum of their weights, that a mean divides by.
     """
     dim = 0 if scores.dim() < 2 else 1
-    each = gradient / total if reduction == _MEAN else gradient
-    if each.dim() == labels.dim():
-        each = each.unsqueeze(dim)
+    row_gradient = gradient / total if reduction == _MEAN else gradient
+    if row_gradient.dim() == labels.dim():
+        row_gradient = row_gradient.unsqueeze(dim)
     numbers, counts = labels.unsqueeze(dim), (labels != ignored).unsqueeze(dim)
     if weight is not None:
-        each = each * weight[torch.where(counts, numbers, 0)]
+        row_gradient = row_gradient * weight[torch.where(counts, numbers, 0)]
     shape = [-1 if position == dim else 1 for position in range(scores.dim())]
     classes = torch.arange(scores.shape[dim], device=scores.device).view(shape)
-    return torch.where((classes == numbers) & counts, -each, 0).to(scores.dtype)
+    return torch.where((classes == numbers) & counts, -row_gradient, 0).to(scores.dtype)
 
 
 aten = torch.ops.aten

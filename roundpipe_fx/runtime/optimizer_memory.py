@@ -52,26 +52,32 @@ def optimizer_memory(optimizer: torch.optim.Optimizer, parameters: Collection[in
     copies = largest = 0
     for group in optimizer.param_groups:
         per_element: dict[torch.dtype, int] = {}
-        for one in (one for one in group["params"] if one.requires_grad and one.device.type in ("cpu", "meta")):
-            if id(one) not in parameters:
-                copies, largest = copies + one.nbytes, max(largest, one.nbytes)
-                allocated += one.nbytes
-            if optimizer.state.get(one):
-                there = sum(value.nbytes for value in optimizer.state[one].values() if isinstance(value, torch.Tensor))
-                total, allocated = total + there, allocated + there
+        for parameter in (
+            parameter
+            for parameter in group["params"]
+            if parameter.requires_grad and parameter.device.type in ("cpu", "meta")
+        ):
+            if id(parameter) not in parameters:
+                copies, largest = copies + parameter.nbytes, max(largest, parameter.nbytes)
+                allocated += parameter.nbytes
+            if optimizer.state.get(parameter):
+                state_bytes = sum(
+                    value.nbytes for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)
+                )
+                total, allocated = total + state_bytes, allocated + state_bytes
             elif known:
-                if one.dtype not in per_element:
-                    per_element[one.dtype] = _state_per_element(optimizer, group, one.dtype)
-                total += per_element[one.dtype] * one.numel()
+                if parameter.dtype not in per_element:
+                    per_element[parameter.dtype] = _state_per_element(optimizer, group, parameter.dtype)
+                total += per_element[parameter.dtype] * parameter.numel()
     # Gradients of copies exist one at a time, or all together.
     return OptimizerMemory(total + copies + (largest if updates_by_parameter(optimizer) else copies), allocated)
 
 
 def _state_per_element(optimizer: torch.optim.Optimizer, group: dict[str, object], dtype: torch.dtype) -> int:
     """Bytes of state for each element of a parameter that has had none."""
-    one = nn.Parameter(torch.zeros(_ELEMENTS, dtype=dtype, device="cpu"))
-    one.grad = torch.zeros_like(one)
-    sample = type(optimizer)([{**settings_of_group(group), "params": [one]}])  # type: ignore[call-arg]
+    parameter = nn.Parameter(torch.zeros(_ELEMENTS, dtype=dtype, device="cpu"))
+    parameter.grad = torch.zeros_like(parameter)
+    sample = type(optimizer)([{**settings_of_group(group), "params": [parameter]}])  # type: ignore[call-arg]
     sample.step()
-    values = [value for value in sample.state[one].values() if isinstance(value, torch.Tensor)]
+    values = [value for value in sample.state[parameter].values() if isinstance(value, torch.Tensor)]
     return sum(value.element_size() for value in values if value.numel() == _ELEMENTS)

@@ -150,7 +150,9 @@ class OptimizerParameters:
         named = dict(self._model.named_parameters())
         names_of_copies = {id(copy): named[name] for name, copy in self._copies.items()}
         pairs = [
-            (names_of_copies.get(id(one), one), one) for group in optimizer.param_groups for one in group["params"]
+            (names_of_copies.get(id(trained), trained), trained)
+            for group in optimizer.param_groups
+            for trained in group["params"]
         ]
         if self.dtype is not None:
             # An optimizer that was made outside of the context steps the model's bfloat16 parameters themselves, and

@@ -107,18 +107,18 @@ class PinnedGradients:
         # Empty tensors have no memory to register.
         if not gradient.numel():
             return torch.empty_like(gradient, device="cpu")
-        like = torch.empty_like(gradient, device="meta")
-        free = self._free.get(like.nbytes)
+        layout = torch.empty_like(gradient, device="meta")
+        free = self._free.get(layout.nbytes)
         if not free:
             # What a step gives back was there when it began, or no one else has seen it: settle has waited for readers.
             # Sizes repeat from step to step, so after the first step nothing is registered any more.
             for _ in range(len(self._given)):
                 self._put(self._given.popleft())
-            free = self._free.get(like.nbytes)
-        pages = free.popleft() if free else _Pages(like.nbytes, self._device)
+            free = self._free.get(layout.nbytes)
+        pages = free.popleft() if free else _Pages(layout.nbytes, self._device)
         self._lent += 1
         lease = pages.lease(_give_back, weakref.ref(self), pages)
-        return _within(torch.frombuffer(lease, dtype=torch.uint8), like)
+        return _within(torch.frombuffer(lease, dtype=torch.uint8), layout)
 
     def give(self, pages: _Pages) -> None:
         """Take pages back that no tensor lies in."""
@@ -238,7 +238,7 @@ def _retire(pages: _Pages) -> None:
 
 
 def _retire_all(free: dict[int, deque[_Pages]], returned: deque[_Pages]) -> None:
-    for pages in [*returned, *(pages for of_size in free.values() for pages in of_size)]:
+    for pages in [*returned, *(pages for free_pages in free.values() for pages in free_pages)]:
         _retire(pages)
 
 
@@ -283,6 +283,6 @@ def _forget_error(device: torch.device) -> None:
         torch.ones(1, device=device)
 
 
-def _within(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _within(memory: torch.Tensor, layout: torch.Tensor) -> torch.Tensor:
     """A tensor in so much memory, with the shape, the strides and the dtype of another one."""
-    return torch.empty(0, dtype=like.dtype).set_(memory.untyped_storage(), 0, like.shape, like.stride())
+    return torch.empty(0, dtype=layout.dtype).set_(memory.untyped_storage(), 0, layout.shape, layout.stride())

@@ -165,20 +165,20 @@ def instructions_of(
             where_later[action.microbatch][action.step] = device
     # Microbatches with equal code and devices have equal instructions but for their number, so most are looked up.
     known: dict[tuple[object, ...], dict[StageAction, Instruction]] = {}
-    made: list[list[Instruction]] = []
+    by_device: list[list[Instruction]] = []
     for device, order in enumerate(orders):
-        of_device = []
+        device_instructions = []
         for action in order:
             batch = action.microbatch
             positions = (*where[batch].items(), *where_later[batch].items())
             key = (device, id(programs[batch]), positions, tuple(sequences[device][batch]), batch)
             if key not in known:
-                known[key] = _of_microbatch(
+                known[key] = _make_instructions(
                     device, batch, programs[batch], where[batch], sequences[device][batch], where_later[batch]
                 )
-            of_device.append(known[key][action.step])
-        made.append(of_device)
-    return made
+            device_instructions.append(known[key][action.step])
+        by_device.append(device_instructions)
+    return by_device
 
 
 @dataclass(frozen=True)
@@ -229,12 +229,12 @@ class _Readers:
         for step, reading in where_later.items():
             for value in _values(program.steps[step]) if step in program.steps else ():
                 later_devices.setdefault(value, set()).add(reading)
-        made = {number for step in sequence for number in program.steps[step].outputs}
+        computed = {number for step in sequence for number in program.steps[step].outputs}
         later = {
             value
             for value, reading_later in later_devices.items()
             # Who has it and reads it again keeps it; if there is nobody, who made it does, as others get it from there.
-            if device in reading_later or (value in made and not reading_later & devices.get(value, set()))
+            if device in reading_later or (value in computed and not reading_later & devices.get(value, set()))
         }
         return cls(last, devices, waiting, later)
 
@@ -244,7 +244,7 @@ def _values(code: StepCode) -> list[int]:
     return [source.index for source in code.inputs if source.kind == "value"]
 
 
-def _of_microbatch(
+def _make_instructions(
     device: int,
     batch: int,
     program: PipelineProgram,
@@ -271,9 +271,9 @@ def _of_microbatch(
     # reader.
     for step in sequence:
         code = program.steps[step]
-        made = list(enumerate(code.outputs))
+        results = list(enumerate(code.outputs))
         gradients_here = (
-            [(i, position) for i, number in made for position in gradients.get(number, ())] if not left else []
+            [(i, position) for i, number in results for position in gradients.get(number, ())] if not left else []
         )
         # A stage that adds to a sum itself gets the sum as an argument; other gradients are added up by the worker.
         added = {source.index for source in code.inputs if source.kind == "sum"}
@@ -291,12 +291,12 @@ def _of_microbatch(
             dying=tuple(
                 s.kind == "value" and readers.last[s.index] == step and s.index not in later for s in code.inputs
             ),
-            kept=tuple((i, number) for i, number in made if number in readers.last or number in later),
+            kept=tuple((i, number) for i, number in results if number in readers.last or number in later),
             sends=tuple(
-                (peer, tuple((i, number) for i, number in made if peer in readers.devices.get(number, ())))
+                (peer, tuple((i, number) for i, number in results if peer in readers.devices.get(number, ())))
                 for peer in peers
             ),
-            results=tuple((i, position) for i, number in made for position in outputs.get(number, ())),
+            results=tuple((i, position) for i, number in results for position in outputs.get(number, ())),
             gradients=tuple((i, position) for i, position in gradients_here if position not in added),
             sums=tuple((i, position) for i, position in gradients_here if position in added),
         )

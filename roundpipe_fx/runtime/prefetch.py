@@ -92,13 +92,15 @@ def prefetch_steps_of(
 
     prefetch_steps: dict[int, PrefetchStep] = {}
     before: set[int] = set()
-    for index, (window, there) in enumerate(zip(windows, resident(reads), strict=True)):
+    for index, (window, resident_now) in enumerate(zip(windows, resident(reads), strict=True)):
         # A tensor that a plan lets stay is treated as if every window in between read it.
-        there.update(key for stay in kept if stay.start <= window.start < stay.stop for key in stay.keys & before)
+        resident_now.update(
+            key for stay in kept if stay.start <= window.start < stay.stop for key in stay.keys & before
+        )
         # Set differences between neighbouring windows: resident now but not before is copied, the reverse is freed.
-        new = there - before
+        new = resident_now - before
         first = set() if index else reads[0]
-        prefetch_steps[window.start] = PrefetchStep(of(before - there), of(first), of(new - first))
-        before = there
+        prefetch_steps[window.start] = PrefetchStep(of(before - resident_now), of(first), of(new - first))
+        before = resident_now
     prefetch_steps[len(instructions)] = PrefetchStep(of(before), (), ())
     return prefetch_steps

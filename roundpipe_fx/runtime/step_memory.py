@@ -105,7 +105,11 @@ def _optimizers_of(parameters: Collection[int]) -> list[torch.optim.Optimizer]:
         for candidate in gc.get_objects()
         if issubclass(type(candidate), torch.optim.Optimizer)
         # One whose constructor has failed, or has not ended, has no groups.
-        and any(id(one) in parameters for group in getattr(candidate, "param_groups", ()) for one in group["params"])
+        and any(
+            id(parameter) in parameters
+            for group in getattr(candidate, "param_groups", ())
+            for parameter in group["params"]
+        )
     ]
 
 

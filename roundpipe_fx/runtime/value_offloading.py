@@ -59,8 +59,8 @@ def offload_steps_of(
         kinds: of actions of the run; ``None``: all.
     """
     steps_of_devices: list[Mapping[int, OffloadSteps]] = []
-    for device, of_device in enumerate(instructions):
-        present = {str(instruction.action) for instruction in of_device}
+    for device, device_instructions in enumerate(instructions):
+        present = {str(instruction.action) for instruction in device_instructions}
         # Positions of the schedule, counted in this run's instructions: position p becomes the number of instructions
         # before p.
         positions = [0, *accumulate(int(str(action) in present) for action in schedule.actions(device))]
@@ -73,7 +73,7 @@ def offload_steps_of(
                     at_position.setdefault(position, {}).setdefault(name, []).append(offload)
         steps_of_devices.append(
             {
-                position: OffloadSteps(**{name: tuple(of) for name, of in steps.items()})
+                position: OffloadSteps(**{name: tuple(offloads_there) for name, offloads_there in steps.items()})
                 for position, steps in at_position.items()
             }
         )

@@ -108,8 +108,8 @@ def _work(
 
 
 def _stop(jobs: list[queue.SimpleQueue[Job | None]], threads: list[threading.Thread]) -> None:
-    for one in jobs:
-        one.put(None)
+    for worker_jobs in jobs:
+        worker_jobs.put(None)
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(_PATIENCE)  # a thread that still runs at interpreter shutdown can crash the process
