@@ -104,16 +104,16 @@ class _Addition:
 def _added(joint: JointGraph, total: fx.Node, addition: _Addition, costs: CostModel, in_place: bool) -> fx.Node:
     gradient, value = addition.gradient, total.meta["val"]
     operands = gradient.args if addition.target is add_product_to else (gradient,)
-    made = joint.graph.create_node("call_function", addition.target, (total, *operands), name="added")
-    made.meta = {key: gradient.meta[key] for key in _INHERITED if key in gradient.meta} | {"val": value}
+    sum_node = joint.graph.create_node("call_function", addition.target, (total, *operands), name="added")
+    sum_node.meta = {key: gradient.meta[key] for key in _INHERITED if key in gradient.meta} | {"val": value}
     if addition.target is add_product_to:
-        made.meta |= {mark: gradient.meta[mark] for mark in _COSTS if mark in gradient.meta}
+        sum_node.meta |= {mark: gradient.meta[mark] for mark in _COSTS if mark in gradient.meta}
     else:
         seconds = costs.seconds(value.numel(), 3 * _bytes(value), value.dtype)
-        made.meta |= {Mark.BYTES: 0, Mark.FLOPS: value.numel(), Mark.SECONDS: seconds}
+        sum_node.meta |= {Mark.BYTES: 0, Mark.FLOPS: value.numel(), Mark.SECONDS: seconds}
     if not in_place:
-        made.meta[Mark.WORKSPACE] = made.meta.get(Mark.WORKSPACE, 0) + _bytes(value)
-    return made
+        sum_node.meta[Mark.WORKSPACE] = sum_node.meta.get(Mark.WORKSPACE, 0) + _bytes(value)
+    return sum_node
 
 
 def _copy(value: Any) -> torch.Tensor:

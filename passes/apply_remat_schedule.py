@@ -159,21 +159,21 @@ class _Writer:
             with tensor_values(node)[0].fake_mode:  # type: ignore[attr-defined]
                 node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def _take_apart(self, original: fx.Node, made: fx.Node) -> None:
+    def _take_apart(self, original: fx.Node, copied: fx.Node) -> None:
         """Unpack a tuple at once, so that items that are not read die."""
         if not isinstance(original.meta.get("val"), (tuple, list)):
             return
         for user in list(original.users):
             if user.target is not operator.getitem or is_view(user) or user in self._placed:
                 continue
-            if user.args[1] >= len(made.meta["val"]):  # type: ignore[operator]
+            if user.args[1] >= len(copied.meta["val"]):  # type: ignore[operator]
                 continue  # a batch norm that is recomputed without running statistics has no new ones
-            if original is made:
+            if original is copied:
                 self._append(user)
             else:
                 with self._joint.graph.inserting_before(self._output):
                     item = self._joint.graph.node_copy(user)
-                item.replace_input_with(original, made)
+                item.replace_input_with(original, copied)
                 item.meta = {**user.meta, Mark.ORIGIN: user.name}
                 self._mark(item)
                 self._note(user, item)

@@ -84,8 +84,8 @@ def _expand_masked_scatter_backward(joint: JointGraph, node: fx.Node, shared: di
     if _shape_text(gradient) != _shape_text(mask):
         # Broadcast by an operation, which needs no node for any size, at the place where the forward scatters.
         forward = next((user for user in mask.users if user.target is aten.masked_scatter.default), None)
-        at, like = (node, gradient) if forward is None else (forward, forward.args[0])
-        everywhere = insert_call(at, aten.ones_like.default, like, dtype=torch.bool)
+        at, example = (node, gradient) if forward is None else (forward, forward.args[0])
+        everywhere = insert_call(at, aten.ones_like.default, example, dtype=torch.bool)
         mask = insert_call(at, aten.logical_and.default, everywhere, mask)
     # The same coordinates select in the backward what the forward has scattered.
     coordinates = _coordinates(joint, mask, node, shared)
@@ -114,11 +114,11 @@ def _product(before: fx.Node, sizes: Sequence[Any]) -> Any:
     return product
 
 
-def _expanded(joint: JointGraph, node: fx.Node, shape: list[int], like: fx.Node) -> fx.Node:
+def _expanded(joint: JointGraph, node: fx.Node, shape: list[int], example: fx.Node) -> fx.Node:
     if list(node.meta["val"].shape) == shape:
         return node
     expanded = joint.graph.call_function(aten.expand.default, (node, shape))
-    inherit_origin(expanded, like)
+    inherit_origin(expanded, example)
     expanded.meta["val"] = node.meta["val"].expand(shape)
     return expanded
 

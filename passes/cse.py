@@ -21,8 +21,8 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect
 
 def eliminate_common_subexpressions(joint: JointGraph) -> JointGraph:
     """Replace forward values by the earlier ones that :func:`common_subexpressions` returns for them."""
-    for node, one in common_subexpressions(joint).items():
-        substitute_node(node, one)
+    for node, equal in common_subexpressions(joint).items():
+        substitute_node(node, equal)
     joint.drop_unread()
     return joint
 
@@ -36,28 +36,28 @@ def common_subexpressions(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     """
     returned = {value for value in joint.forward_outputs if isinstance(value, fx.Node)}
     firsts: dict[Any, list[fx.Node]] = {}
-    like: dict[fx.Node, fx.Node] = {}  # to each value the first that equals it
+    first_equal: dict[fx.Node, fx.Node] = {}  # to each value the first that equals it
     read: dict[fx.Node, fx.Node] = {}  # to such a first value the first that the backward reads
     equal_to: dict[fx.Node, fx.Node] = {}
     for node in joint.in_phase(Phase.FORWARD):
         if not _is_pure(node):
             continue
         # Only calls with the same operator and operands are compared in full.
-        firsts_alike = firsts.setdefault((node.target, *(like.get(s, s) for s in node.all_input_nodes)), [])
-        like[node] = next((first for first in firsts_alike if _computes_same(first, node, like)), node)
-        if like[node] is node:
+        firsts_alike = firsts.setdefault((node.target, *(first_equal.get(s, s) for s in node.all_input_nodes)), [])
+        first_equal[node] = next((first for first in firsts_alike if _computes_same(first, node, first_equal)), node)
+        if first_equal[node] is node:
             firsts_alike.append(node)
         if not is_tensor(node) or is_view(node):
             continue
         shows = [node, *views_of(node)]
         if not returned.isdisjoint(shows) or not all(_is_plain(shown, node) for shown in shows):
             continue
-        if like[node] in read:
-            equal_to[node] = read[like[node]]
-        elif Mark.REMADE in node.meta and like[node] is not node:
-            equal_to[node] = like[node]
+        if first_equal[node] in read:
+            equal_to[node] = read[first_equal[node]]
+        elif Mark.REMADE in node.meta and first_equal[node] is not node:
+            equal_to[node] = first_equal[node]
         elif any(user.meta.get(Mark.PHASE) is Phase.BACKWARD for shown in shows for user in shown.users):
-            read[like[node]] = node
+            read[first_equal[node]] = node
     return equal_to
 
 
@@ -74,21 +74,23 @@ def _is_pure(node: fx.Node) -> bool:
     )
 
 
-def _computes_same(one: fx.Node, other: fx.Node, like: Mapping[fx.Node, fx.Node]) -> bool:
-    """Return whether two calls of one operator have equal arguments, where ``like`` says which values are equal."""
-    return _is_same(one.args, other.args, like) and _is_same(one.kwargs, other.kwargs, like)
+def _computes_same(node: fx.Node, other: fx.Node, first_equal: Mapping[fx.Node, fx.Node]) -> bool:
+    """Return whether two calls of one operator have equal arguments; ``first_equal`` says which values are equal."""
+    return _is_same(node.args, other.args, first_equal) and _is_same(node.kwargs, other.kwargs, first_equal)
 
 
-def _is_same(one: Any, other: Any, like: Mapping[fx.Node, fx.Node]) -> bool:
-    if type(one) is not type(other):
+def _is_same(value: Any, other: Any, first_equal: Mapping[fx.Node, fx.Node]) -> bool:
+    if type(value) is not type(other):
         return False
-    if isinstance(one, fx.Node):
-        return like.get(one, one) is like.get(other, other)
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(_is_same(*pair, like) for pair in zip(one, other, strict=True))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(item, other[key], like) for key, item in one.items())
-    return bool(one == other)
+    if isinstance(value, fx.Node):
+        return first_equal.get(value, value) is first_equal.get(other, other)
+    if isinstance(value, (tuple, list)):
+        return len(value) == len(other) and all(_is_same(*pair, first_equal) for pair in zip(value, other, strict=True))
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(
+            _is_same(item, other[key], first_equal) for key, item in value.items()
+        )
+    return bool(value == other)
 
 
 def _is_plain(shown: fx.Node, node: fx.Node) -> bool:

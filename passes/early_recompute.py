@@ -88,23 +88,23 @@ def _cut(candidates: list[fx.Node]) -> set[fx.Node]:
     members = set(candidates)
     values = list(dict.fromkeys([*candidates, *(source for node in candidates for source in _viewed_inputs(node))]))
     sizes = {value: _bytes(value) for value in values if value.op != "placeholder"}
-    made = {value: 2 + 2 * index for index, value in enumerate(sizes)}
+    vertex_of = {value: 2 + 2 * index for index, value in enumerate(sizes)}
     unit = choose_unit(sizes.values())
     arcs: list[Arc] = []
     # Numbers: `made` is "computed late", the next one "passed late".
     for value, size in sizes.items():
-        handed = made[value] + 1
-        arcs.append((handed, made[value], size // unit))
+        handed = vertex_of[value] + 1
+        arcs.append((handed, vertex_of[value], size // unit))
         if value not in members:
-            arcs.append((made[value], SINK, UNCUTTABLE))
+            arcs.append((vertex_of[value], SINK, UNCUTTABLE))
         for user in readers_behind_views(value):
             if user in members:
-                arcs.append((made[user], handed, UNCUTTABLE))  # a value that is not passed has only early readers
-                arcs.append((made[value], made[user], UNCUTTABLE))  # a node starts only if its operands do
+                arcs.append((vertex_of[user], handed, UNCUTTABLE))  # a value that is not passed has only early readers
+                arcs.append((vertex_of[value], vertex_of[user], UNCUTTABLE))  # a node starts only if its operands do
             elif user.op == "output" or user.meta[Mark.PHASE] is Phase.BACKWARD:
                 arcs.append((SOURCE, handed, UNCUTTABLE))
     _, late = minimum_cut(arcs, 2 + 2 * len(sizes))
-    return {node for node in candidates if made[node] in late}
+    return {node for node in candidates if vertex_of[node] in late}
 
 
 def _bytes(node: fx.Node) -> int:

@@ -76,11 +76,11 @@ def _replace_gradient(node: fx.Node) -> bool:
 
 
 def _replace(node: fx.Node, kernel: Any, *args: Any) -> bool:
-    made = insert_call(node, kernel, *args)
-    if made.meta["val"].stride() != node.meta["val"].stride():
-        node.graph.erase_node(made)
+    kernel_call = insert_call(node, kernel, *args)
+    if kernel_call.meta["val"].stride() != node.meta["val"].stride():
+        node.graph.erase_node(kernel_call)
         return False
-    replace_by(node, made)
+    replace_by(node, kernel_call)
     return True
 
 

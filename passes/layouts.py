@@ -215,19 +215,19 @@ def _is_single_sample(value: torch.Tensor) -> bool:
 
 
 def _shares_storage(node: fx.Node) -> bool:
-    of_operands = {storage for source in input_nodes(node) for storage in storages(source)}
-    return node.target is not operator.getitem and not of_operands.isdisjoint(storages(node))
+    operand_storages = {storage for source in input_nodes(node) for storage in storages(source)}
+    return node.target is not operator.getitem and not operand_storages.isdisjoint(storages(node))
 
 
-def _copied(node: fx.Node, like: torch.Tensor) -> fx.Node:
-    """A copy of a node's value without gaps, with its dimensions in the order of ``like``."""
-    sizes, strides = layout_of(like)
+def _copied(node: fx.Node, example: torch.Tensor) -> fx.Node:
+    """A copy of a node's value without gaps, with its dimensions in the order of ``example``."""
+    sizes, strides = layout_of(example)
     # Outermost dimension first; dimensions of size 1 have no order.
-    wanted = sorted(range(len(sizes)), key=lambda dim: (-strides[dim] if sizes[dim] > 1 else 0, dim))
+    order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim] if sizes[dim] > 1 else 0, dim))
     following = node.next
-    turned = insert_call(following, aten.permute.default, node, wanted)
+    turned = insert_call(following, aten.permute.default, node, order)
     copied = insert_call(following, aten.clone.default, turned, memory_format=torch.contiguous_format)
-    restored = insert_call(following, aten.permute.default, copied, [wanted.index(dim) for dim in range(len(sizes))])
+    restored = insert_call(following, aten.permute.default, copied, [order.index(dim) for dim in range(len(sizes))])
     for added in (turned, copied, restored):
         inherit_origin(added, node)
     return restored

@@ -64,9 +64,9 @@ def split_mean_losses(
             _stand_in(node, _summing(node, _ELEMENTWISE[packet]), _count(node.args[0]))
         elif packet in _GRADIENTS and _reduction(node, _GRADIENTS[packet]) == _MEAN and _has_numbers(node.args[1]):
             gradient = insert_call(node, aten.div.Tensor, node.args[0], _count(node.args[1]))
-            made = _summing(node, _GRADIENTS[packet])
-            made.update_arg(0, gradient)
-            node.replace_all_uses_with(made)
+            summed = _summing(node, _GRADIENTS[packet])
+            summed.update_arg(0, gradient)
+            node.replace_all_uses_with(summed)
             joint.graph.erase_node(node)
     # New nodes belong to the backward if they read anything of it.
     late, added = set(joint.tangents), []

@@ -60,12 +60,12 @@ def rewrite_online(
 
 def log_sum_exp_of(joint: JointGraph, name: str) -> fx.Node:
     """The log-sum-exp of a log-softmax that has been rewritten with sums."""
-    names = {_named(name, what) for what in ("logsumexp", "log_sum_exp")}
+    names = {_named(name, suffix) for suffix in ("logsumexp", "log_sum_exp")}
     return next(node for node in joint.in_phase(Phase.FORWARD) if node.name in names)
 
 
-def _named(softmax: str, what: str) -> str:
-    return f"{softmax}_{what}"
+def _named(softmax: str, suffix: str) -> str:
+    return f"{softmax}_{suffix}"
 
 
 class _OnlineWriter:
@@ -111,11 +111,11 @@ class _OnlineWriter:
         return self._added
 
     def _call(self, before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = insert_call(before, target, *args, **kwargs)
-        made._rename(_named(self._softmax.name, target._schema.name.rpartition("::")[2]))
-        made.meta[Mark.PHASE] = before.meta[Mark.PHASE]
-        self._added.add(made)
-        return made
+        call = insert_call(before, target, *args, **kwargs)
+        call._rename(_named(self._softmax.name, target._schema.name.rpartition("::")[2]))
+        call.meta[Mark.PHASE] = before.meta[Mark.PHASE]
+        self._added.add(call)
+        return call
 
     def _as_column(self, before: fx.Node, value: fx.Node) -> fx.Node:
         if list(value.meta["val"].shape) == self._column:
@@ -149,8 +149,12 @@ class _OnlineWriter:
 
     def _subtract_log_sum_exp(self, before: fx.Node, column: fx.Node) -> fx.Node:
         """A column less the log-sum-exp."""
-        made = self._call(before, aten.sub.Tensor, column, self._log_sum_exp)
-        return made if self._rest is None else self._call(before, aten._to_copy.default, made, dtype=self._dtype)
+        difference = self._call(before, aten.sub.Tensor, column, self._log_sum_exp)
+        return (
+            difference
+            if self._rest is None
+            else self._call(before, aten._to_copy.default, difference, dtype=self._dtype)
+        )
 
     def _multiply(self, before: fx.Node, value: fx.Node, factor: float) -> fx.Node:
         if factor == 1:
@@ -178,32 +182,32 @@ class _OnlineWriter:
             return
         if packet is aten.gather:
             *_, others = self._label(node, node.args[2], None)  # type: ignore[arg-type]
-            made = self._at_label(node, others)
+            replacement = self._at_label(node, others)
         else:
-            made = self._summed(node, value.axis)
-        made = self._multiply(node, made, value.factor)
+            replacement = self._summed(node, value.axis)
+        replacement = self._multiply(node, replacement, value.factor)
         shape = list(node.meta["val"].shape)
-        if list(made.meta["val"].shape) != shape:
-            made = self._call(node, aten.reshape.default, made, shape)
-        node.replace_all_uses_with(made)
+        if list(replacement.meta["val"].shape) != shape:
+            replacement = self._call(node, aten.reshape.default, replacement, shape)
+        node.replace_all_uses_with(replacement)
 
     def _summed(self, node: fx.Node, axis: int) -> fx.Node:
         """The sum of the log-probabilities over all classes, and over rows if the original sum includes them."""
         total = self._call(node, aten.sum.dim_IntList, self._scores, [self._axis], True)
         # Σ (x_c - L) = Σ x_c - classes · L.
         less = self._call(node, aten.mul.Scalar, self._log_sum_exp, self._shape[self._axis])
-        made = self._call(node, aten.sub.Tensor, total, less)
+        result = self._call(node, aten.sub.Tensor, total, less)
         if self._rest is not None:
-            made = self._call(node, aten._to_copy.default, made, dtype=self._dtype)
+            result = self._call(node, aten._to_copy.default, result, dtype=self._dtype)
         operand = node.args[0]
         assert isinstance(operand, fx.Node)
         shape = list(operand.meta["val"].shape)
         # A sum over further dimensions than the classes: rows are added afterwards.
         dims = sorted(summed_dims(node, len(shape)) - {axis})
         if not dims:
-            return made
+            return result
         shape[axis] = 1
-        return self._call(node, aten.sum.dim_IntList, self._call(node, aten.reshape.default, made, shape), dims)
+        return self._call(node, aten.sum.dim_IntList, self._call(node, aten.reshape.default, result, shape), dims)
 
     def _replace_cross_entropy(self, node: fx.Node, factor: float) -> None:
         _, labels, weight, reduction, ignored = node.args
@@ -224,24 +228,24 @@ class _OnlineWriter:
         # gradient = parts - softmax(x) · Σ parts, where a part at a label counts once and one for all classes `classes`
         # times.
         classes, sums = self._shape[self._axis], []
-        made: list[fx.Node] = []
+        summands: list[fx.Node] = []
         for part in parts:
             if part.node.target.overloadpacket is aten.expand:  # type: ignore[union-attr]
                 column = self._of_all(node, part)
                 sums.append(self._call(node, aten.mul.Scalar, column, classes))
-                made.append(column)
+                summands.append(column)
             else:
                 column, others = self._of_label(node, part)
                 sums.append(column)
                 whole = self._call(node, aten.expand.default, column, self._shape)
-                made.append(self._call(node, aten.masked_fill.Scalar, whole, others, 0.0))
+                summands.append(self._call(node, aten.masked_fill.Scalar, whole, others, 0.0))
         # exp(x - L) with L in two numbers.
         less = self._call(node, aten.sub.Tensor, self._scores, self._rounded)
         if self._rest is not None:
             less = self._call(node, aten.sub.Tensor, less, self._rest)
         probability = self._call(node, aten.exp.default, less)
         total = self._call(node, aten.mul.Tensor, probability, self._added_up(node, sums))
-        result = self._call(node, aten.sub.Tensor, self._added_up(node, made), total)
+        result = self._call(node, aten.sub.Tensor, self._added_up(node, summands), total)
         dtype = node.meta["val"].dtype
         return result if dtype is self._dtype else self._call(node, aten._to_copy.default, result, dtype=dtype)
 

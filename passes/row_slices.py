@@ -125,19 +125,19 @@ class _Edit:
             reader.replace_input_with(value, padded)
         return padded
 
-    def _viewed(self, value: fx.Node, shape: Sequence[int], like: fx.Node, phase: Phase) -> fx.Node:
+    def _viewed(self, value: fx.Node, shape: Sequence[int], original: fx.Node, phase: Phase) -> fx.Node:
         if list(value.meta["val"].shape) == list(shape):
             return value
-        return self._call(like, phase, aten.view.default, value, list(shape))
+        return self._call(original, phase, aten.view.default, value, list(shape))
 
-    def _call(self, like: fx.Node, phase: Phase, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def _call(self, original: fx.Node, phase: Phase, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add an operation where the graph inserts."""
-        made = self.graph.call_function(target, args, kwargs)
-        inherit_origin(made, like)
-        made.meta[Mark.PHASE] = phase
-        self._value(made)
-        self.made.add(made)
-        return made
+        call = self.graph.call_function(target, args, kwargs)
+        inherit_origin(call, original)
+        call.meta[Mark.PHASE] = phase
+        self._value(call)
+        self.made.add(call)
+        return call
 
     def _value(self, node: fx.Node) -> None:
         """Recompute a fake value."""
@@ -180,4 +180,4 @@ def _parts(size: int, before: int, behind: int) -> list[int]:
 
 def _strides(value: Any) -> list[tuple[int, ...]]:
     values: Iterable[Any] = value if isinstance(value, (list, tuple)) else [value]
-    return [tuple(one.stride()) for one in values if isinstance(one, torch.Tensor)]
+    return [tuple(tensor.stride()) for tensor in values if isinstance(tensor, torch.Tensor)]

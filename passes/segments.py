@@ -124,10 +124,10 @@ def _lives(forward: list[fx.Node]) -> list[_Life]:
         if is_view(node):
             continue
         for value in tensor_values(node):
-            made = value.untyped_storage()
-            if value.layout is torch.strided and made._cdata not in birth:
-                birth[made._cdata] = death[made._cdata] = position
-                size[made._cdata] = size_hint(made.nbytes())
+            untyped = value.untyped_storage()
+            if value.layout is torch.strided and untyped._cdata not in birth:
+                birth[untyped._cdata] = death[untyped._cdata] = position
+                size[untyped._cdata] = size_hint(untyped.nbytes())
     return [_Life(birth[storage], death[storage], size[storage]) for storage in birth]
 
 

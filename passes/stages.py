@@ -211,7 +211,7 @@ def stages_of_starts(joint: JointGraph, starts: Sequence[int], count: int) -> tu
     """
     ends = [*starts[1:], count]
     cuts = [StageCut(index, start, end - 1) for index, (start, end) in enumerate(zip(starts, ends, strict=True))]
-    of_segment = {segment: cut.index for cut in cuts for segment in range(cut.first, cut.last + 1)}
+    stage_of = {segment: cut.index for cut in cuts for segment in range(cut.first, cut.last + 1)}
     for node in joint.computed():
-        node.meta[Mark.STAGE] = of_segment[node.meta[Mark.SEGMENT]]
+        node.meta[Mark.STAGE] = stage_of[node.meta[Mark.SEGMENT]]
     return joint, cuts

@@ -69,27 +69,27 @@ def _read_later(node: fx.Node) -> bool:
 
 def _write(node: fx.Node, costs: CostModel) -> None:
     template = inductor_decomposition(node)
-    made: dict[fx.Node, fx.Node] = {}
+    written: dict[fx.Node, fx.Node] = {}
     operands = iter(input_nodes(node))
     for step in template.nodes:
         if step.op == "placeholder":
-            made[step] = next(operands)
+            written[step] = next(operands)
         elif step.op == "call_function":
-            args, kwargs = fx.node.map_arg((step.args, step.kwargs), made.__getitem__)
-            made[step] = insert_call(node, step.target, *args, **kwargs)
-            made[step].meta.update({mark: node.meta[mark] for mark in _MARKS if mark in node.meta})
-            annotate_node(made[step], costs)
+            args, kwargs = fx.node.map_arg((step.args, step.kwargs), written.__getitem__)
+            written[step] = insert_call(node, step.target, *args, **kwargs)
+            written[step].meta.update({mark: node.meta[mark] for mark in _MARKS if mark in node.meta})
+            annotate_node(written[step], costs)
     results = template.output_node().args[0]
     if costs.launch:
-        last = max(made.values())
-        for step in made:
+        last = max(written.values())
+        for step in written:
             if step.op == "call_function":
-                made[step].meta[Mark.SECONDS] = node.meta[Mark.SECONDS] if made[step] is last else 0.0
+                written[step].meta[Mark.SECONDS] = node.meta[Mark.SECONDS] if written[step] is last else 0.0
     if isinstance(results, fx.Node):
-        _replace(node, made[results])
+        _replace(node, written[results])
     else:
         for item in list(node.users):
-            _replace(item, made[results[item.args[1]]])  # type: ignore[index]
+            _replace(item, written[results[item.args[1]]])  # type: ignore[index]
         node.graph.erase_node(node)
 
 

@@ -48,12 +48,12 @@ def mark_strided_gradients(joint: JointGraph) -> JointGraph:
     """
     returned = {value for value in joint.forward_outputs if isinstance(value, fx.Node)}
     for tangent in joint.tangents:
-        like = tangent.meta.get("val")
-        if not isinstance(like, torch.Tensor) or not like.dim():
+        fake = tangent.meta.get("val")
+        if not isinstance(fake, torch.Tensor) or not fake.dim():
             continue
         # As the gradient would be if nobody passed one: a single zero, expanded.
-        with like.fake_mode:  # type: ignore[attr-defined]
-            zeros = like.new_zeros(()).expand(like.shape)
+        with fake.fake_mode:  # type: ignore[attr-defined]
+            zeros = fake.new_zeros(()).expand(fake.shape)
         if _strides_matter(tangent, zeros, True, returned, {}):
             tangent.meta[Mark.STRIDED] = True
     return joint

@@ -54,5 +54,5 @@ def _like(operand: fx.Node, result: fx.Node) -> bool:
     """Return whether an operand is a tensor of the result's shape and type that was computed."""
     if operand.op != "call_function" or not (is_tensor(operand) and is_tensor(result)):
         return False
-    one, other = operand.meta["val"], result.meta["val"]
-    return bool(one.dtype == other.dtype and str(tuple(one.shape)) == str(tuple(other.shape)))
+    first, second = operand.meta["val"], result.meta["val"]
+    return bool(first.dtype == second.dtype and str(tuple(first.shape)) == str(tuple(second.shape)))

@@ -85,7 +85,7 @@ def _tile_apart(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops)
     )
     read = {source for node in (*recomputed, *backward) for source in input_nodes(node) if is_available(source)}
     inside = set(region.members)
-    made: dict[fx.Node, fx.Node] = {}
+    loop_results: dict[fx.Node, fx.Node] = {}
     # Two loops: results of the forward's are saved where the backward reads them, and are narrow or sums.
     for nodes, phase in ((forward, Phase.FORWARD), ([*recomputed, *backward], Phase.BACKWARD)):
         remaining = set(nodes) - set(recomputed if phase is Phase.BACKWARD else ())
@@ -101,21 +101,23 @@ def _tile_apart(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops)
             continue
         divided = divide(region, nodes, results, _copied_flat(region, nodes, loops.costs))
         try:
-            made.update(zip(results, _insert_loop(joint, divided, tiles, phase, loops), strict=True))
+            loop_results.update(zip(results, _insert_loop(joint, divided, tiles, phase, loops), strict=True))
         except UnfitError:
             # Strides that do not fit: the region stays as it is.
             return {}
-    return made
+    return loop_results
 
 
 def _tile_at_once(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops) -> dict[fx.Node, fx.Node]:
     """One loop in the forward for forward and backward, as if the incoming gradient were one."""
     scalar = region.scalar
     assert scalar is not None
-    like, last = scalar.meta["val"], region.in_phase(Phase.FORWARD)[-1]
+    example, last = scalar.meta["val"], region.in_phase(Phase.FORWARD)[-1]
     # The backward runs in the forward's loop as if the loss's gradient were 1; it is linear in that gradient.
-    one = insert_call(last, aten.full.default, list(like.shape), 1.0, dtype=like.dtype, device=like.device)
-    _mark(one, Phase.FORWARD, loops.costs)
+    unit_gradient = insert_call(
+        last, aten.full.default, list(example.shape), 1.0, dtype=example.dtype, device=example.device
+    )
+    _mark(unit_gradient, Phase.FORWARD, loops.costs)
     inside = set(region.members)
     results = [
         node
@@ -124,7 +126,7 @@ def _tile_at_once(joint: JointGraph, region: TileRegion, tiles: int, loops: Loop
         and isinstance(node.meta.get("val"), torch.Tensor)
         and any(user not in inside for user in node.users)
     ]
-    instead = {scalar: one, **_copied_flat(region, region.members, loops.costs)}
+    instead = {scalar: unit_gradient, **_copied_flat(region, region.members, loops.costs)}
     divided = divide(region, region.members, results, instead)
     _bring_forward(divided.operands)
     try:
@@ -132,18 +134,18 @@ def _tile_at_once(joint: JointGraph, region: TileRegion, tiles: int, loops: Loop
     except UnfitError:
         return {}
     number = scalar
-    if like.dim():  # as it is, it would be broadcast
+    if example.dim():  # as it is, it would be broadcast
         first = next(node for node in results if node.meta[Mark.PHASE] is Phase.BACKWARD)
         number = insert_call(first, aten.view.default, scalar, [])
         _mark(number, Phase.BACKWARD, loops.costs)
-    made: dict[fx.Node, fx.Node] = {}
+    loop_results: dict[fx.Node, fx.Node] = {}
     for result, value in zip(results, values, strict=True):
-        made[result] = value
+        loop_results[result] = value
         # Gradients are scaled when the real one has arrived.
         if result.meta[Mark.PHASE] is not Phase.FORWARD:
-            made[result] = insert_call(result, aten.mul.Tensor, value, number)
-            _mark(made[result], Phase.BACKWARD, loops.costs)
-    return made
+            loop_results[result] = insert_call(result, aten.mul.Tensor, value, number)
+            _mark(loop_results[result], Phase.BACKWARD, loops.costs)
+    return loop_results
 
 
 def _bring_forward(nodes: Iterable[fx.Node]) -> None:
@@ -157,10 +159,10 @@ def _bring_forward(nodes: Iterable[fx.Node]) -> None:
 
 
 def _makers(
-    wanted: Collection[fx.Node], nodes: Sequence[fx.Node], is_available: Callable[[fx.Node], bool]
+    targets: Collection[fx.Node], nodes: Sequence[fx.Node], is_available: Callable[[fx.Node], bool]
 ) -> list[fx.Node]:
     """The nodes that make some values from what is available, in order."""
-    needed = {node for node in wanted if not is_available(node)}
+    needed = {node for node in targets if not is_available(node)}
     for node in reversed(nodes):
         if node in needed:
             needed.update(source for source in input_nodes(node) if not is_available(source))
@@ -195,25 +197,25 @@ def _insert_loop(joint: JointGraph, divided: Divided, tiles: int, phase: Phase, 
             _mark(operand, phase, costs)
         operands.append(operand)
     with joint.graph.inserting_before(last):
-        made = joint.graph.create_node("call_function", loop, tuple(operands), name="in_tiles")
-    inherit_origin(made, region.widest)
+        loop_node = joint.graph.create_node("call_function", loop, tuple(operands), name="in_tiles")
+    inherit_origin(loop_node, region.widest)
     with divided.results[0].meta["val"].fake_mode:
         device = divided.results[0].meta["val"].device
-        made.meta["val"] = tuple(
+        loop_node.meta["val"] = tuple(
             torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=device)
             for result in loop.results
         )
-    made.meta[Mark.PHASE] = phase
-    annotate_node(made, costs.model)
-    made.meta[Mark.SECONDS], made.meta[Mark.FLOPS] = cost.seconds, cost.flops
-    made.meta[Mark.WORKSPACE] = cost.workspace
+    loop_node.meta[Mark.PHASE] = phase
+    annotate_node(loop_node, costs.model)
+    loop_node.meta[Mark.SECONDS], loop_node.meta[Mark.FLOPS] = cost.seconds, cost.flops
+    loop_node.meta[Mark.WORKSPACE] = cost.workspace
     reasons = [node.meta[Mark.MUST_RECOMPUTE] for node in divided.results if Mark.MUST_RECOMPUTE in node.meta]
     values = []
     for position, result in enumerate(divided.results):
         with joint.graph.inserting_before(last):
-            item = joint.graph.call_function(operator.getitem, (made, position))
+            item = joint.graph.call_function(operator.getitem, (loop_node, position))
         inherit_origin(item, region.widest)
-        item.meta["val"] = made.meta["val"][position]
+        item.meta["val"] = loop_node.meta["val"][position]
         _mark(item, phase, costs)
         # Inside a user's checkpoint the loop's results must not be saved either.
         if reasons and phase is Phase.FORWARD:

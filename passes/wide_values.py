@@ -105,18 +105,18 @@ def _readers(value: fx.Node, order: Mapping[fx.Node, int], busy: Sequence[int]) 
     """The readers of a value in groups, between which there is other work; none if they cannot be told apart."""
     reads = [(user, source) for source in (value, *views_of(value)) for user in source.users if not is_view(user)]
     groups: list[_ReaderGroup] = []
-    of_number: dict[int, _ReaderGroup] = {}
+    by_number: dict[int, _ReaderGroup] = {}
     before = -1
     for reader, source in sorted((read for read in reads if read[0] in order), key=lambda read: order[read[0]]):
         if not groups or bisect_right(busy, order[reader] - 1) > bisect_left(busy, before):
             groups.append(_ReaderGroup(reader))
         before = order[reader]
         groups[-1].all.append((reader, source))
-        of_number[reader.meta.get("seq_nr", -1)] = groups[-1]
+        by_number[reader.meta.get("seq_nr", -1)] = groups[-1]
     for reader, source in reads:
         if reader not in order:
             # Autograd gives an operation and those that differentiate it one number.
-            group = of_number.get(reader.meta.get("seq_nr", -2))
+            group = by_number.get(reader.meta.get("seq_nr", -2))
             if group is None:
                 return []
             group.all.append((reader, source))

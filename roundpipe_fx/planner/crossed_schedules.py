@@ -62,8 +62,8 @@ def _choice_of(plan: Chosen) -> RematChoice:
 
 
 def _choice_at(plan: Chosen, segment: int) -> Any:
-    choice, of = _choice_of(plan), plan.graph.segment_of
-    kept = {storage for storage in choice.kept if of[storage] == segment}
+    choice, segment_of = _choice_of(plan), plan.graph.segment_of
+    kept = {storage for storage in choice.kept if segment_of[storage] == segment}
     return kept, choice.held.get(segment), choice.remat_level.get(segment, 0)
 
 
@@ -77,12 +77,12 @@ def _cross(blocks: Blocks, at_peak: Chosen, elsewhere: Chosen, segment: int) -> 
 
 
 def _cross_choices(graph: OperationGraph, at_peak: RematChoice, elsewhere: RematChoice, segment: int) -> RematChoice:
-    def chosen_by(one: int) -> RematChoice:
-        return at_peak if one == segment else elsewhere
+    def chosen_by(segment_or_storage: int) -> RematChoice:
+        return at_peak if segment_or_storage == segment else elsewhere
 
     both = at_peak, elsewhere
     return RematChoice(
         frozenset(s for choice in both for s in choice.kept if chosen_by(graph.segment_of[s]) is choice),
-        {one: held for choice in both for one, held in choice.held.items() if chosen_by(one) is choice},
-        {one: level for choice in both for one, level in choice.remat_level.items() if chosen_by(one) is choice},
+        {key: held for choice in both for key, held in choice.held.items() if chosen_by(key) is choice},
+        {key: level for choice in both for key, level in choice.remat_level.items() if chosen_by(key) is choice},
     )

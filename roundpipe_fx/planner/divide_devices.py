@@ -80,10 +80,10 @@ def enumerate_divisions(
                 ]
     if not divisions:
         most = min(stages, segments) if isinstance(stages, int) else segments
-        each = "devices" if undivided.group == 1 else f"groups of {undivided.group} devices"
+        unit = "devices" if undivided.group == 1 else f"groups of {undivided.group} devices"
         raise NoDivisionError(
             f"mesh_shape={undivided.total} with {undivided.microbatches} microbatches: "
-            f"no number of replicas divides both, with at most {most} {each} each, which is into how many stages the "
+            f"no number of replicas divides both, with at most {most} {unit} each, which is into how many stages the "
             f"model is cut. Give a batch with a multiple of {undivided.devices} microbatches, or another number of "
             "devices."
         )

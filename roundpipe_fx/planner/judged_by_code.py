@@ -222,7 +222,7 @@ def search_by_code(joint: JointGraph, budget: int | float, setting: Setting) -> 
     other = _search_others(joint, limit, setting)
     if isinstance(other, Infeasible) or isinstance(plain, Infeasible):
         return first_found((plain, other))
-    return min(plain, other, key=lambda one: one.value.seconds)
+    return min(plain, other, key=lambda result: result.value.seconds)
 
 
 def _search_others(joint: JointGraph, budget: int | float, setting: Setting) -> Found[Evaluation[Lowered]] | Unmet:

@@ -199,7 +199,9 @@ class RegionClasses(Generic[E]):
             tiles = of_classes(times, len(classes))
             yield tiles
         by_vocabulary = self._replaced_operations(heads)
-        others = [one for one in tiles if by_vocabulary.isdisjoint(replaced_operations(self._graph, one[0]))]
+        others = [
+            candidate for candidate in tiles if by_vocabulary.isdisjoint(replaced_operations(self._graph, candidate[0]))
+        ]
         for times in (1, *_MORE) if heads else ():
             yield [*others, *((head, min(times * choose_first_tiles(head), head.most_tiles)) for head in heads)]
 
@@ -253,7 +255,9 @@ class RegionClasses(Generic[E]):
         classes: Iterable[RegionClass],
         done: Collection[RegionClass],
     ) -> dict[RegionClass, int]:
-        names = {each: self._names_narrowed_by(each) for each in classes if each not in done}
+        names = {
+            region_class: self._names_narrowed_by(region_class) for region_class in classes if region_class not in done
+        }
         return _held_bytes(bottleneck, running, names)
 
     def _names_narrowed_by(self, region_class: RegionClass) -> frozenset[str]:

@@ -93,7 +93,7 @@ def _add_paying_tiles(classes: RegionClasses[E], tiles: Tiles, met: E, limit: in
         result = classes.plan_in_tiles(tried, math.ceil(limit / classes.setting.share))
         if isinstance(result, Found):
             log.info("in other tiles: %.3f ms after %.3f", 1e3 * result.value.seconds, 1e3 * met.seconds)
-            met = min(met, result.value, key=lambda one: one.seconds)
+            met = min(met, result.value, key=lambda evaluation: evaluation.seconds)
     return met
 
 

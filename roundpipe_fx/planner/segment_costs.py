@@ -154,11 +154,11 @@ def _read_operations(graph: OperationGraph, count: int) -> tuple[_Reads, _Reads,
     # Values of the forward that a backward reads are what may be saved; values of the backward make one segment wait
     # for another.
     for segment, operations in graph.backward.items():
-        made = [storage for operation in operations for storage in operation.reads]
-        kept.update(storage for storage in made if graph.is_forward(storage))
+        storages = [storage for operation in operations for storage in operation.reads]
+        kept.update(storage for storage in storages if graph.is_forward(storage))
         backward[segment].update(
             graph.segment_of[storage]
-            for storage in made
+            for storage in storages
             if not graph.is_forward(storage) and graph.segment_of[storage] < count
         )
     saved: list[list[tuple[int, float]]] = [[] for _ in range(count)]

@@ -199,9 +199,9 @@ class StepBounds:
             return bound.seconds
         stages = self._stages(division.stages)
         graph = chain(division.stages, split=split, recompute=True)
-        made = make_schedule(division.spec, graph, StepCosts(seconds={}), division.pipeline, count)
-        made = made.halves() if self.halves else made
-        device_of = {stage: device for device, order in enumerate(made.orders) for stage in np.unique(order[:, 1])}
+        schedule = make_schedule(division.spec, graph, StepCosts(seconds={}), division.pipeline, count)
+        schedule = schedule.halves() if self.halves else schedule
+        device_of = {stage: device for device, order in enumerate(schedule.orders) for stage in np.unique(order[:, 1])}
         # An estimate includes what the bound says is recomputed, divided equally among the device's stages.
         recompute = bound.recompute_seconds if estimate else [0.0] * division.pipeline
         shares: dict[StageAction, float] = {}
@@ -214,9 +214,11 @@ class StepBounds:
                 shares[kind, stage] = seconds / (2 if split else 1)
         costs = self._step_costs(division, stages, graph, shares, estimate)
         kept = (
-            [gap for order in device_orders(made) for gap in find_gaps(order, costs.sharded)] if costs.sharded else []
+            [gap for order in device_orders(schedule) for gap in find_gaps(order, costs.sharded)]
+            if costs.sharded
+            else []
         )
-        return simulate_time(made, graph, costs, kept=kept).makespan * (1 - _ROUNDING)
+        return simulate_time(schedule, graph, costs, kept=kept).makespan * (1 - _ROUNDING)
 
     def _step_costs(
         self,
@@ -262,19 +264,30 @@ class StepBounds:
             starts = costs.starts(count)
             segments = tuple(range(*ends) for ends in zip(starts, [*starts[1:], costs.count], strict=True))
             stage_of = {segment: stage for stage, members in enumerate(segments) for segment in members}
-            forward = tuple(sum(costs.forward_seconds[member] for member in of) for of in segments)
-            backward = tuple(sum(costs.backward_seconds[member] for member in of) for of in segments)
-            late = tuple(sum(costs.late_seconds[member] for member in of) for of in segments)
+            forward = tuple(
+                sum(costs.forward_seconds[member] for member in segments_of_stage) for segments_of_stage in segments
+            )
+            backward = tuple(
+                sum(costs.backward_seconds[member] for member in segments_of_stage) for segments_of_stage in segments
+            )
+            late = tuple(
+                sum(costs.late_seconds[member] for member in segments_of_stage) for segments_of_stage in segments
+            )
             begins = [0.0] * count
             # Longest path: a stage begins when the stages that it reads have ended.
-            for stage, of in enumerate(segments):
-                sources = {stage_of[source] for member in of for source in costs.forward_reads[member]} - {stage}
+            for stage, segments_of_stage in enumerate(segments):
+                sources = {
+                    stage_of[source] for member in segments_of_stage for source in costs.forward_reads[member]
+                } - {stage}
                 begins[stage] = max((begins[earlier] + forward[earlier] for earlier in sources), default=0.0)
             left = [0.0] * count
             # Stages in ascending order: an earlier stage's backward comes later, and is already known for those that
             # wait for it.
-            for stage, of in enumerate(segments):  # backwards of earlier stages wait for those of later ones
-                for source in {stage_of[source] for member in of for source in costs.backward_reads[member]} - {stage}:
+            # Backwards of earlier stages wait for those of later ones.
+            for stage, segments_of_stage in enumerate(segments):
+                for source in {
+                    stage_of[source] for member in segments_of_stage for source in costs.backward_reads[member]
+                } - {stage}:
                     left[source] = max(left[source], late[stage] + left[stage])
             self._cut[count] = _Stages(
                 segments=segments,
@@ -291,10 +304,10 @@ class StepBounds:
         # The order of a few rounds tells how many microbatches are in flight; more of them would only repeat it.
         few = min(self.microbatches // division.replicas, _ROUNDS * division.pipeline)
         graph = chain(division.stages, split=division.spec.splits_backward)
-        made = make_schedule(division.spec, graph, StepCosts(seconds={}), division.pipeline, few)
+        schedule = make_schedule(division.spec, graph, StepCosts(seconds={}), division.pipeline, few)
         if self.halves:
-            made = made.halves()
-        return [(np.unique(order[:, 1]).tolist(), order) for order in made.orders]
+            schedule = schedule.halves()
+        return [(np.unique(order[:, 1]).tolist(), order) for order in schedule.orders]
 
     def _parallel(self, division: Division) -> DataParallel | None:
         if division.replicas == 1:
@@ -427,10 +440,10 @@ class StepBounds:
         return np.array(
             [
                 [
-                    max(of[at] for at in stages.segments[stage]) + size
+                    max(segment_peaks[at] for at in stages.segments[stage]) + size
                     for stage, size in zip(numbers, gathered, strict=True)
                 ]
-                for of in peaks
+                for segment_peaks in peaks
             ],
             dtype=np.int64,
         )

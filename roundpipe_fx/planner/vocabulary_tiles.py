@@ -44,7 +44,7 @@ def find_vocabulary_regions(joint: JointGraph, costs: CostModel) -> list[TileReg
         region = regions.find_around(scores, (position,))
         # Other heads whose log-sum-exp is computed inside this region are written with sums, too.
         if region is not None:
-            online = tuple(other for other, made in log_sum_exps.items() if made in region.members)
+            online = tuple(other for other, log_sum_exp in log_sum_exps.items() if log_sum_exp in region.members)
             heads.append(dataclasses.replace(region, online=online))
     return heads
 
@@ -121,5 +121,5 @@ def replace_row_tiles(
         classes = [(head, min(max(count for _, count in rows), head.most_tiles))]
         # Both are written and costed, as the estimate above only says what is worth it.
         if total_seconds(tiled(joint, classes)) < total_seconds(tiled(joint, rows)):
-            chosen = [*(one for one in chosen if one not in rows), *classes]
+            chosen = [*(choice for choice in chosen if choice not in rows), *classes]
     return chosen

@@ -154,7 +154,7 @@ def plan_with_host(
             return tried[-1]
         beyond = max(beyond, tried[-1].peak - solutions[index].bytes)
         index += 1
-    return min(tried, key=lambda one: one.peak, default=None)
+    return min(tried, key=lambda evaluation: evaluation.peak, default=None)
 
 
 def choose_stage_starts(segments: int) -> list[int]:
@@ -181,5 +181,5 @@ def find_first_fitting(
         # No peak falls by more than the bytes that leave.
         sizes = (planned // part for part in _PARTS if planned - planned // part <= chosen.limit)
         with_less = (evaluate(Candidate(chosen, sent)) if sent < host_limit else with_all for sent in sizes)
-        return next((one for one in with_less if one.peak <= chosen.limit), with_all)
-    return min(tried, key=lambda one: one.peak)
+        return next((evaluation for evaluation in with_less if evaluation.peak <= chosen.limit), with_all)
+    return min(tried, key=lambda evaluation: evaluation.peak)

@@ -67,6 +67,6 @@ def backward_key(
         always_live = storage in graph.always_live
         # Only the segment's own storages can be recomputed here. Of others the bytes count, and when they live.
         is_local = graph.is_forward(storage) and graph.segment_of[storage] == segment and not always_live
-        made = (recipe(graph.recipes.get(storage)), recipe(graph.mask_only.get(storage))) if is_local else None
-        shape.append((graph.sizes[storage], always_live, storage in entering, storage in lasting, made))
+        recipes = (recipe(graph.recipes.get(storage)), recipe(graph.mask_only.get(storage))) if is_local else None
+        shape.append((graph.sizes[storage], always_live, storage in entering, storage in lasting, recipes))
     return tuple(shape), numbers

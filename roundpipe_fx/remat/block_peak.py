@@ -60,14 +60,14 @@ class BlockPeak:
             dying.append(dies)
         dying.reverse()
         peak = live = sum(sizes[storage] for storage in self._before & alive)
-        made: set[int] = set()
+        allocated: set[int] = set()
         for step, dies in zip(sequence, dying, strict=True):
             live += self._made_bytes[step]
-            made.update(makes[step])
+            allocated.update(makes[step])
             during = live + self._workspaces[step]
             # The result is written over the first operand that dies here: both are not alive at one time.
             for storage in self._candidates[step]:
-                if storage in dies and storage in made:
+                if storage in dies and storage in allocated:
                     during -= sizes[storage]
                     break
             if during > peak:

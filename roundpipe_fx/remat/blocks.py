@@ -133,8 +133,8 @@ class Blocks:
         entering = self.entering[segment] & read
         known = self._sequences.get((like, most)) if like is not None else None
         if known is None:
-            made = {storage for step in steps for storage in step.makes}
-            local = {s for s in read - made if graph.is_forward(s) and graph.segment_of[s] == segment}
+            allocated = {storage for step in steps for storage in step.makes}
+            local = {s for s in read - allocated if graph.is_forward(s) and graph.segment_of[s] == segment}
             reducer = PeakReducer(graph, steps, local | entering, self.lasting[segment])
             key = (reducer.structure(), most)
             if key not in self._sequences:

@@ -210,16 +210,18 @@ def find_solutions_on_host(chain: SegmentChain, tier: HostTier, most: int) -> li
         indices = np.unique(np.searchsorted(reached, amounts.round(), side="right") - 1)
         for slots in (reached[index] for index in indices if index >= 0):
             decisions = solution.decisions(slots)
-            left = sum(joined.leaves[one.stage][one.option] for one in decisions if one.option is not None)
+            left = sum(
+                joined.leaves[decision.stage][decision.option] for decision in decisions if decision.option is not None
+            )
             if left <= tier.most:
                 seconds = float(solution.seconds[slots]) - price * tier.byte_seconds * left
                 solutions.append(
                     SolutionOnHost(int(slots * solution.slot), seconds, tuple(_translate_decisions(joined, decisions)))
                 )
     best: list[SolutionOnHost] = []
-    for one in sorted(solutions, key=lambda one: (one.seconds, one.bytes)):
-        if not best or one.bytes < best[-1].bytes:
-            best.append(one)
+    for on_host in sorted(solutions, key=lambda on_host: (on_host.seconds, on_host.bytes)):
+        if not best or on_host.bytes < best[-1].bytes:
+            best.append(on_host)
     return best
 
 

@@ -118,7 +118,7 @@ class _Block:
 
     def bytes_during(self, partial: _Partial, position: int) -> tuple[int, int]:
         """Bytes while an event runs next, and after it."""
-        made, unread, reads, candidates, workspace = self._facts[position]
+        allocated, unread, reads, candidates, workspace = self._facts[position]
         left = partial.readers
         freed = 0
         for storage, size in reads:
@@ -131,7 +131,7 @@ class _Block:
             if left[storage] == 1:
                 written = self._sizes[storage]
                 break
-        return partial.live + made - written + workspace, partial.live + made - freed - unread
+        return partial.live + allocated - written + workspace, partial.live + allocated - freed - unread
 
     def append_event(self, partial: _Partial, position: int, high: int, after: int) -> _Partial:
         """The partial order extended by an event and by the events that are free then; bytes as from :meth:`during`."""

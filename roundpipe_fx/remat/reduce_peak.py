@@ -193,8 +193,8 @@ class PeakReducer:
         """Steps that recompute a storage at a position, from storages alive there; ``None``: it takes too many."""
         sequence: list[int] = []
 
-        def latest(wanted: int) -> _Copy | None:
-            return next((copy for copy in reversed(copies.get(wanted, ())) if copy.number < number), None)
+        def latest(storage: int) -> _Copy | None:
+            return next((copy for copy in reversed(copies.get(storage, ())) if copy.number < number), None)
 
         # Depth first: sources that are dead at that point are recomputed before their reader.
         def make(step: int) -> None:

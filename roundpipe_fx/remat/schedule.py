@@ -91,7 +91,7 @@ def recompute_just_in_time(
     wanted = wanted or ()
     stage = graph.stages[segment]
     steps: list[PlannedOp] = []
-    made: set[int] = set()
+    allocated: set[int] = set()
     needed = _find_recomputed(graph, operations, available, wanted)
 
     def make(storage: int, reader: Operation | None) -> None:
@@ -101,7 +101,7 @@ def recompute_just_in_time(
         while pending:
             # Available storages include those that earlier blocks recomputed and hold.
             current, asking, ready = pending.pop()
-            if current in made or current in available or not graph.is_forward(current):
+            if current in allocated or current in available or not graph.is_forward(current):
                 continue
             recipe = graph.recipes[current]
             rng_shape_source = None
@@ -126,7 +126,7 @@ def recompute_just_in_time(
                     rng_shape_source=rng_shape_source,
                 )
             )
-            made.update(recipe.makes)
+            allocated.update(recipe.makes)
 
     # What earlier segments hold (`wanted`) is made first; it is the nested part of the recomputation.
     for storage in sorted(wanted):

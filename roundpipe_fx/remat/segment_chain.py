@@ -82,14 +82,14 @@ def storages_live_across(graph: OperationGraph, first: int, until: int) -> set[i
 def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
     """The chain of segments, and by segment what its options save."""
     graph = blocks.graph
-    made: dict[int, set[int]] = defaultdict(set)
+    allocated: dict[int, set[int]] = defaultdict(set)
     for storage in graph.makers:
-        made[graph.segment_of[storage]].add(storage)
+        allocated[graph.segment_of[storage]].add(storage)
     forward = defaultdict(list)
     for operation in graph.forward:
         forward[operation.segment].append(operation)
     # Hoisted values are saved whatever is chosen. They accumulate: the segments up to this one have made theirs.
-    hoisted = np.cumsum([_bytes(graph, made[i] & graph.must_save) for i in range(graph.segments)])
+    hoisted = np.cumsum([_bytes(graph, allocated[i] & graph.must_save) for i in range(graph.segments)])
     outputs = _bytes(graph, graph.outputs - graph.must_save)
     stages = []
     save_options: list[list[SaveOption]] = []
@@ -100,7 +100,7 @@ def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
         needed = dict.fromkeys(storage for operation in graph.backward[segment] for storage in operation.reads)
         frontiers.append(frontier(graph, list(needed), available, known))
         # A segment may read everything that earlier ones have made: whether that is kept is the chain's decision.
-        available |= made[segment]
+        available |= allocated[segment]
     # Regions span segments, so all frontiers are needed before any is cut down.
     frontiers = drop_over_region_budget(graph, frontiers)
     available = set(graph.always_live)
@@ -125,7 +125,7 @@ def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
                 resident_forward=int(hoisted[segment]),
             )
         )
-        available |= made[segment]
+        available |= allocated[segment]
     return SegmentChain(tuple(stages), _live_across_bytes(graph)), save_options
 
 
@@ -167,8 +167,8 @@ def _live_across_bytes(graph: OperationGraph) -> NDArray[np.int64]:
     """``[i, k]``: bytes of :func:`storages_live_across`."""
     count = graph.segments
     table = np.zeros((count, count), dtype=np.int64)
-    for made, storages in graph.live_across_from.items():
+    for maker, storages in graph.live_across_from.items():
         for storage, last in storages:
             # A storage made by segment m and last read by segment l crosses every pair (i, k) with i <= m < k <= l.
-            table[: made + 1, made + 1 : last + 1] += graph.sizes[storage]
+            table[: maker + 1, maker + 1 : last + 1] += graph.sizes[storage]
     return table

@@ -42,19 +42,19 @@ def make_schedule(spec: ScheduleSpec, graph: StageGraph, costs: StepCosts, devic
         for (_, slot), of_slot in costs.seconds.items():
             seconds[slot] += of_slot
         once = costs.on_host is not None
-        made = spec.build(devices, stages, microbatches, slots=slots, seconds=seconds, once=once)
+        schedule = spec.build(devices, stages, microbatches, slots=slots, seconds=seconds, once=once)
     else:
-        made = spec.build(devices, stages, microbatches)
+        schedule = spec.build(devices, stages, microbatches)
     # A user's schedule is for a fixed number of stages and may name halves that a stage does not have.
     if spec.stages is not None:
-        return with_recompute(made.without_missing_halves(graph), graph)
-    _check_halves(spec, made)
-    return with_recompute(made.restricted(graph), graph)
+        return with_recompute(schedule.without_missing_halves(graph), graph)
+    _check_halves(spec, schedule)
+    return with_recompute(schedule.restricted(graph), graph)
 
 
-def _check_halves(spec: ScheduleSpec, made: Schedule) -> None:
+def _check_halves(spec: ScheduleSpec, schedule: Schedule) -> None:
     others = (ActionKind.BACKWARD,) if spec.splits_backward else (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
-    if made.only(*others).size:
+    if schedule.only(*others).size:
         raise InvalidScheduleError(
             f"schedule {spec.name!r} is built with actions of kind {', '.join(others)}, and its specification says "
             f"splits_backward={spec.splits_backward}: a backward is either B, or split into I and W."

@@ -41,15 +41,17 @@ class DataParallel:
     ring: Ring
     sharded: bool
 
-    def seconds(self, sizes: Iterable[int], one: Callable[[int], float]) -> float:
+    def seconds(self, sizes: Iterable[int], seconds_of: Callable[[int], float]) -> float:
         """Seconds of collectives for some tensors, of which small ones travel together.
 
         Args:
             sizes: bytes of each tensor.
-            one: seconds of a collective, by bytes.
+            seconds_of: seconds of a collective, by bytes.
         """
         sizes = [*sizes]
-        return sum(one(sum(sizes[position] for position in positions)) for positions in bucketize(sizes, self.sharded))
+        return sum(
+            seconds_of(sum(sizes[position] for position in positions)) for positions in bucketize(sizes, self.sharded)
+        )
 
     def reduce_seconds(self, sizes: Iterable[int]) -> float:
         """Seconds of reducing gradients, of which each replica gets all or, if sharded, its part."""

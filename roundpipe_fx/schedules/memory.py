@@ -275,7 +275,7 @@ class _Memory:
         orders, gradients = device_orders(self._schedule), self._costs.base_bytes
         late = late_gradients(orders, gradients)
         for device_order, change in zip(orders, self._changes, strict=True):
-            staying = [each for each in kept if each.device == device_order.device]
+            staying = [stay for stay in kept if stay.device == device_order.device]
             change += sharded_changes(device_order, sharded, gradients, late, staying)
 
     def peak(self, device: int, windows: Sequence[ResidencyWindow]) -> tuple[int, np.ndarray]:

@@ -127,7 +127,9 @@ def offloads_at_distance(
     return may, must
 
 
-def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], taken: Callable[[int], int]) -> list[int]:
+def buffer_bytes(
+    offloads: Sequence[Offload], lengths: Sequence[int], allocated_bytes: Callable[[int], int]
+) -> list[int]:
     """For each device, bytes of the buffers on the host that hold its offloaded values.
 
     A buffer serves values of its size, on its device, one after another: from the position at which a value leaves to
@@ -135,7 +137,7 @@ def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], taken: Cal
 
     Args:
         lengths: number of actions of each device.
-        taken: bytes that a buffer of a size takes.
+        allocated_bytes: bytes that a buffer of a size takes.
     """
     changes: dict[tuple[int, int], Counter[int]] = {}
     for offload in offloads:
@@ -151,5 +153,5 @@ def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], taken: Cal
             # Starts minus ends, summed up: how many values are on the host before each action. The peak is the number
             # of buffers.
             levels[position] += count
-        bytes_of[device] += int(np.cumsum(levels).max()) * taken(size)
+        bytes_of[device] += int(np.cumsum(levels).max()) * allocated_bytes(size)
     return bytes_of

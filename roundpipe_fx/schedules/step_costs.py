@@ -133,8 +133,8 @@ class StepCosts:
             return [[] for _ in codes]
         # The same filter for both: only tensors on the host have windows; the others are on the device all the time.
         reads, gradients = (
-            [{number: size for number, size in of.get(step, {}).items() if number in self.on_host} for step in steps]
-            for of in (self.copied_bytes, self.base_bytes)
+            [{number: size for number, size in sizes.get(step, {}).items() if number in self.on_host} for step in steps]
+            for sizes in (self.copied_bytes, self.base_bytes)
         )
         return [
             residency_windows(order[:, 1], order_codes, reads, gradients, backward_start(order, schedule))

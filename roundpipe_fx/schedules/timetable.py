@@ -247,12 +247,12 @@ def run_of(device: int, devices: int, stages: int) -> list[int]:
 def block_of(kind: ActionKind, stages: Sequence[int], microbatches: int, start: int = 0) -> np.ndarray:
     """Actions that run each microbatch from ``start`` on through all ``stages`` in turn; shape (actions, 3)."""
     count = max(0, microbatches - start)
-    made = np.empty((count * len(stages), 3), dtype=np.int32)
+    block = np.empty((count * len(stages), 3), dtype=np.int32)
     # ``stages=[0, 1]`` and 2 microbatches give the rows F0.0, F1.0, F0.1, F1.1.
-    made[:, 0] = NUMBER[kind]
-    made[:, 1] = np.tile(np.asarray(stages, dtype=np.int32), count)
-    made[:, 2] = np.repeat(np.arange(start, start + count, dtype=np.int32), len(stages))
-    return made
+    block[:, 0] = NUMBER[kind]
+    block[:, 1] = np.tile(np.asarray(stages, dtype=np.int32), count)
+    block[:, 2] = np.repeat(np.arange(start, start + count, dtype=np.int32), len(stages))
+    return block
 
 
 def pairs(first: np.ndarray, second: np.ndarray, width: int) -> np.ndarray:

@@ -154,7 +154,7 @@ def simulate_time(
     if costs.network is not None:
         # With nodes, the seconds depend on the devices that run maker and reader; otherwise all pairs are alike.
         travel = _travel(costs, codes, reads, steps)
-    links = [each for each in (link, replicas) if each is not None]
+    links = [shared_link for shared_link in (link, replicas) if shared_link is not None]
     ends, waves = _run(schedule, codes, reads, carried, travel, seconds, steps, links)
     # Only ends are noted as it goes: a start follows from its end.
     starts = tuple(end - seconds[codes_of_device] for end, codes_of_device in zip(ends, codes, strict=True))
@@ -172,7 +172,7 @@ def simulate_time(
     # The links go on after the last action: gradients are still reduced, or copied to the host.
     clock = np.array([end[-1] if len(end) else 0.0 for end in ends])
     if links:
-        timing = dataclasses.replace(timing, left=max(each.all_left(clock) for each in links))
+        timing = dataclasses.replace(timing, left=max(shared_link.all_left(clock) for shared_link in links))
     if replicas is not None:
         timing = dataclasses.replace(timing, collective_seconds=tuple(replicas.seconds))
     if link is None:
@@ -223,7 +223,7 @@ def _gathered(schedule: Schedule, costs: StepCosts, kept: Sequence[KeptGathered]
     if costs.sharded is None:
         return ()
     return tuple(
-        gathered_bytes(order, costs.sharded, [each for each in kept if each.device == order.device])
+        gathered_bytes(order, costs.sharded, [stay for stay in kept if stay.device == order.device])
         for order in device_orders(schedule)
     )
 
@@ -333,7 +333,7 @@ def _deadlock(
         sources = [(source, microbatch) for source in reads[step].tolist()]
         sources += [(source, microbatch - 1) for source in carried[step].tolist() if microbatch]
         # One is enough to name: the user sees where the circle is from any of its actions.
-        missing, of = next((source, of) for source, of in sources if np.isnan(end_of[source, of]))
-        awaited = Action(names[missing][0], names[missing][1], of)
+        missing, reader = next((source, reader) for source, reader in sources if np.isnan(end_of[source, reader]))
+        awaited = Action(names[missing][0], names[missing][1], reader)
         waiting.append((device, Action(KINDS[kind], stage, microbatch), awaited))
     return Deadlock(waiting)

@@ -101,10 +101,10 @@ class Sequence(collections.abc.Sequence[SequenceOperation]):
 
     def __str__(self) -> str:
         limit = "" if self.limit is None else f" for {self.limit} bytes"
-        made = f" ({self.algorithm}{limit})" if self.algorithm else ""
+        origin = f" ({self.algorithm}{limit})" if self.algorithm else ""
         shown = " ".join(map(str, self.operations[:_SHOWN]))
         rest = f" … and {len(self) - _SHOWN} more" if len(self) > _SHOWN else ""
-        return f"{len(self)} operations{made}: {shown}{rest}"
+        return f"{len(self)} operations{origin}: {shown}{rest}"
 
     def seconds(self, chain: Chain) -> float:
         """Seconds on a chain.
@@ -162,16 +162,18 @@ class Sequence(collections.abc.Sequence[SequenceOperation]):
 _Item = tuple[str, int]
 
 
-def _apply(operation: SequenceOperation, chain: Chain, live: dict[_Item, int], what: str) -> tuple[int, list[_Item]]:
+def _apply(
+    operation: SequenceOperation, chain: Chain, live: dict[_Item, int], description: str
+) -> tuple[int, list[_Item]]:
     """Add what an operation makes; its temporary, and what it drops afterwards."""
     n = chain.length
     index = n if isinstance(operation, Loss) else operation.index
     if not 0 <= index < n + isinstance(operation, Loss):
-        raise ValueError(f"{what}: the chain has layers 0 to {n - 1}.")
+        raise ValueError(f"{description}: the chain has layers 0 to {n - 1}.")
     # A layer's input is x_i, or inside x̄_i if the layer before it kept everything.
     entering = next((item for item in (("x", index), ("x̄", index)) if item in live), None)
     if entering is None:
-        raise ValueError(f"{what}: its input x_{index} is not there.")
+        raise ValueError(f"{description}: its input x_{index} is not there.")
     if isinstance(operation, Loss):
         live["y", n] = chain.boundary[n]
         return chain.backward_temporary[n], [("x", n)] if ("x", n) in live else []
@@ -179,7 +181,7 @@ def _apply(operation: SequenceOperation, chain: Chain, live: dict[_Item, int], w
         needed = [("x̄", index + 1), ("y", index + 1)]
         for name, number in needed:
             if (name, number) not in live:
-                raise ValueError(f"{what}: {name}_{number} is not there.")
+                raise ValueError(f"{description}: {name}_{number} is not there.")
         live["y", index] = chain.boundary[index]
         return chain.backward_temporary[index], [*needed, *([("x", index)] if ("x", index) in live else [])]
     if isinstance(operation, ForwardEnable):
