@@ -62,8 +62,11 @@ def _tile_lines(
     for node, operand, dim in zip(inputs, operands, loop.dims, strict=False):
         if dim is not None:
             names[node] = f"{operand}_tile"
-            kind = type_text(node.meta.get("val"))
-            lines.append(f'{indent}{names[node]}: "{kind}" = {operand}.narrow({dim}, {start}, {rows})')
+            value = node.meta["val"]
+            first = _first_position(start, value.shape[dim] // rows)
+            lines.append(
+                f'{indent}{names[node]}: "{type_text(value)}" = {operand}.narrow({dim}, {first}, {value.shape[dim]})'
+            )
     total_names = [name for name, result in zip(results, loop.results, strict=True) if result.dim is None]
     names.update(zip(inputs[len(operands) :], total_names, strict=True))
     lasting = {*inputs}
@@ -83,5 +86,14 @@ def _tile_lines(
     for name, result in zip(results, loop.results, strict=True):
         if result.dim is not None:
             part = argument_text(next(returned), names)
-            lines.append(f"{indent}{name}.narrow({result.dim}, {start}, {rows}).copy_({part})")
+            multiple = result.shape[result.dim] // loop.rows
+            first = _first_position(start, multiple)
+            lines.append(f"{indent}{name}.narrow({result.dim}, {first}, {rows * multiple}).copy_({part})")
     return lines
+
+
+def _first_position(start: str, multiple: int) -> str:
+    """The text of a tile's first position, given its first row and the number of positions of a row."""
+    if multiple == 1:
+        return start
+    return str(int(start) * multiple) if start.isdecimal() else f"{start} * {multiple}"

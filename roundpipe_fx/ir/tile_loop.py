@@ -79,7 +79,8 @@ class TileLoop:
             every operand, then the sums so far; and returns the parts of the results that are put together. Sums are
             added to in place.
         tiles: number of tiles; the last one has fewer rows if they do not divide the rows.
-        dims: by operand, the dimension that it is divided along; ``None``: each tile reads all of it.
+        dims: by operand, the dimension that it is divided along, where a row is one position or the same number of
+            them; ``None``: each tile reads all of it.
         widest: the widest value inside, which never exists as a whole.
         digest: equal for loops that compute the same.
     """
@@ -147,14 +148,19 @@ class TileLoop:
             rows = min(self.size, self.rows - start)
             tile = [
                 # Operands without the divided dimension are passed whole to every tile.
-                operand if dim is None else operand.narrow(dim, start, rows)
+                operand if dim is None else self._narrow(operand, dim, start, rows)
                 for operand, dim in zip(operands, self.dims, strict=True)
             ]
             # Sums are updated in place by the body; the other parts are returned.
             parts = iter(self.bodies[rows]([*tile, *sums]))
             for output, result in zip(outputs, self.results, strict=True):
                 if result.dim is not None:
-                    output.narrow(result.dim, start, rows).copy_(next(parts))
+                    self._narrow(output, result.dim, start, rows).copy_(next(parts))
             # Before the next tile: otherwise two tiles' results would be alive at once.
             del parts
         return tuple(output.to(result.dtype) for output, result in zip(outputs, self.results, strict=True))
+
+    def _narrow(self, whole: torch.Tensor, dim: int, start: int, rows: int) -> torch.Tensor:
+        """Some rows of an operand or a result: each is one position, or several, along a dimension."""
+        multiple = whole.shape[dim] // self.rows
+        return whole.narrow(dim, start * multiple, rows * multiple)

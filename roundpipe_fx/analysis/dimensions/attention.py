@@ -1,4 +1,8 @@
-"""Fused attention: batches and heads are independent, and rows of queries where no causal mask counts them."""
+"""Fused attention: batches and heads are independent, and rows of queries where no causal mask counts them.
+
+Where several heads of queries share one of keys, heads of queries are the product of those of keys and of the heads in
+a group: with 8 heads of queries and 2 of keys, heads 0 to 3 of queries read head 0 of keys.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +28,8 @@ class _Attention:
         query, key, value = (call.shape(name) for name in ("query", "key", "value"))
         if len(query) != 4 or not same_size(query[0], key[0]):
             raise Unknown
-        # Several heads of queries may share one of keys.
-        shared = not same_size(query[1], key[1])
-        batch, heads = labels.new(query[0]), labels.new(query[1], mixed=shared)
-        key_heads = labels.new(key[1], mixed=True) if shared else heads
+        batch = labels.new(query[0])
+        heads, key_heads = _heads(query[1], key[1], labels)
         # A causal mask counts rows from the first.
         rows, keys = labels.new(query[2], mixed=call["is_causal"]), labels.new(key[2], mixed=True)
         width = labels.new(query[3], mixed=True)
@@ -70,6 +72,18 @@ class _Attention:
         return operands
 
 
+def _heads(queries: Any, keys: Any, labels: Labels) -> tuple[Dim, Dim]:
+    """The dimensions of the heads of queries and of keys."""
+    if same_size(queries, keys):
+        heads = labels.new(queries)
+        return heads, heads
+    if not (isinstance(queries, int) and isinstance(keys, int) and keys and queries % keys == 0):
+        return labels.new(queries, mixed=True), labels.new(keys, mixed=True)
+    key_heads = labels.new(keys)
+    # The second label is of the heads in a group. Gradients of keys and values do not have it: they are sums over them.
+    return (*key_heads, *labels.new(queries // keys)), key_heads
+
+
 def _forward(call: Call, labels: Labels) -> CallDims:
     """Label a forward's results; those after the output and the log-sum-exp have no meaning without dropout."""
     attention = _Attention(call, labels)
@@ -96,11 +110,17 @@ def _efficient_backward(call: Call, labels: Labels) -> CallDims:
     return _backward(call, labels)
 
 
-RULES: dict[object, Rule] = {
+_FORWARDS: dict[object, Rule] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _forward,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _backward,
     aten._scaled_dot_product_flash_attention.default: _forward,
-    aten._scaled_dot_product_flash_attention_backward.default: _backward,
     aten._scaled_dot_product_efficient_attention.default: _efficient_forward,
+}
+_BACKWARDS: dict[object, Rule] = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _backward,
+    aten._scaled_dot_product_flash_attention_backward.default: _backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
+RULES = {**_FORWARDS, **_BACKWARDS}
+
+ATTENTION_FORWARDS = frozenset(_FORWARDS)
+"""Operators of fused attention, whose first result is the output."""

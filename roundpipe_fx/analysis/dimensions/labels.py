@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,8 +106,7 @@ class Labels:
     def _same(self, size: Any, dim: Dim) -> Dim:
         if is_one(size):
             return ()
-        # `dim` has several labels only where a view joined dimensions: such operands are not broadcast here.
-        if len(dim) != 1 or not same_size(size, self.sizes[dim[0]]):
+        if not dim or not same_size(size, math.prod(self.sizes[label] for label in dim)):
             raise Unknown
         return dim
 

@@ -27,10 +27,10 @@ import torch
 from torch import fx, nn
 
 from roundpipe_fx.analysis.cost import CostModel, annotate_node, note_real_values, predict_workspaces
-from roundpipe_fx.analysis.dimensions import LOGARITHMS, arguments_on_tile, dimensions_of
+from roundpipe_fx.analysis.dimensions import LOGARITHMS, arguments_on_tile
 from roundpipe_fx.analysis.liveness import Event, find_peak
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
-from roundpipe_fx.analysis.tiling.rows import Rows, labels_of_rows
+from roundpipe_fx.analysis.tiling.rows import Rows, described, divided_labels, tile_sizes
 from roundpipe_fx.analysis.tiling.tiled_region import TileRegion
 from roundpipe_fx.ir.fingerprint import fingerprint
 from roundpipe_fx.ir.joint_graph import Mark, input_nodes, tensor_values
@@ -345,13 +345,12 @@ def _drop_unread(graph: fx.Graph) -> None:
 def _arguments_on_tile(node: fx.Node, region: TileRegion, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if node in region.whole or node.target is operator.getitem:
         return node.args, node.kwargs
-    dimensions = dimensions_of(node)
-    assert dimensions is not None
-    labels = labels_of_rows(node, dimensions, region.where)
+    known = described(node)
+    assert known is not None
+    labels, sizes = divided_labels(known, region.where, region.rows), known.dimensions.sizes
     # Sizes of the rows' dimensions are those of one tile; arguments that name sizes (view, expand) are written for
     # these.
-    sizes = {**dimensions.sizes, **dict.fromkeys(labels, 1), labels[-1]: rows}
-    return arguments_on_tile(node, dimensions, sizes)
+    return arguments_on_tile(node, known.dimensions, {**sizes, **tile_sizes(labels, sizes, region.rows, rows)})
 
 
 def _add_placeholder(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
@@ -368,14 +367,15 @@ def _make_tile(operand: fx.Node, region: TileRegion, rows: int) -> Any:
     position = region.where[operand]
     flat = _flatten_rows(value, position)
     with value.fake_mode:
-        tile = flat.narrow(position[0], 0, rows)
+        tile = flat.narrow(position[0], 0, rows * region.multiple(operand))
         return torch.empty_strided(tile.shape, tile.stride(), dtype=tile.dtype, device=tile.device)
 
 
 def _tile_shape(operand: fx.Node, region: TileRegion, rows: int) -> list[int]:
     positions = region.where[operand]
     shape = list(operand.meta["val"].shape)
-    return [*shape[: positions[0]], *[1] * (len(positions) - 1), rows, *shape[positions[-1] + 1 :]]
+    size = rows * region.multiple(operand)
+    return [*shape[: positions[0]], *[1] * (len(positions) - 1), size, *shape[positions[-1] + 1 :]]
 
 
 def _make_empty_copy(value: Any, dtype: torch.dtype) -> Any:

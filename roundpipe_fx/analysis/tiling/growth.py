@@ -17,17 +17,19 @@ import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import fx
 
+from roundpipe_fx.analysis.tiling.region_kind import RegionKind
 from roundpipe_fx.analysis.tiling.rows import (
     Described,
     Rows,
     described,
+    divided_labels,
     elements,
     is_adjacent,
-    labels_where,
     may_be_divided,
     rows_among,
 )
@@ -35,9 +37,7 @@ from roundpipe_fx.ir.graph_edit import views_of
 from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor, is_view, viewed
 
 _AS_WIDE = 0.6
-"""Values with at least this share of the widest value's elements belong to a region."""
-_NARROW = 0.55
-"""Each value that a region reads or returns by rows has at most this share of the widest value's elements."""
+"""Values with at least this share of the widest value's width belong to a region."""
 _MOST_MEMBERS = 400
 """What is larger is no run of operations between narrow values, but most of a model."""
 
@@ -48,6 +48,8 @@ class Growth:
 
     Attributes:
         start: where its rows are.
+        rows: their number; a divisor of the number of positions there.
+        kind: what is wide, and where the region may end.
         order: the nodes of the graph, with their positions.
         described: how operations divide, as far as anybody has asked.
         sizes: number of elements by node, as far as anybody has asked.
@@ -58,11 +60,13 @@ class Growth:
         whole: those of them that do the same for each tile.
         sums: whether values of the forward, other than scalars, are sums over tiles.
         saved: bytes that need no longer exist at once; at most 0 if there is no use in tiles.
-        rows: product of the sizes of the dimensions that are divided.
+        coarser: smaller numbers of rows with which operations would join that were refused.
     """
 
     widest: fx.Node
     start: Rows
+    rows: int
+    kind: RegionKind
     order: Mapping[fx.Node, int]
     described: dict[fx.Node, Described | None]
     sizes: dict[fx.Node, int]
@@ -74,12 +78,10 @@ class Growth:
     whole: set[fx.Node] = field(default_factory=set)
     sums: bool = False
     saved: float = 0.0
-    rows: int = 0
+    coarser: set[int] = field(default_factory=set)
 
     def grow(self, returned: set[fx.Node]) -> bool:
         """Grow as far as operations work on each row alone; whether that is a region."""
-        shape = self.widest.meta["val"].shape
-        self.rows = math.prod(shape[position] for position in self.start)
         self.where[self.widest] = self.start
         refused: set[fx.Node] = set()
         # Flood fill from the widest value: wide values spread to their makers and readers; narrow ones end the region.
@@ -112,45 +114,74 @@ class Growth:
         known = self.described[node]
         if known is None:
             return False
-        # `mixed`: dimensions along which the operation is not independent (a softmax's, a norm's). Rows must not lie in
-        # them.
-        mixed, pairs = known
-        wanted = labels_where(pairs, self.where)
-        if not wanted or set(wanted) & mixed:
+        wanted = divided_labels(known, self.where, self.rows)
+        positions = self._positions(node, known, wanted)
+        if positions is None:
+            self._note_coarser(known, wanted)
             return False
-        positions: dict[fx.Node, Rows] = {}
-        undivided: set[fx.Node] = set()
-        # For each operand and result: where the rows are (a tuple), that it has none of them (False: needed whole), or
-        # that they are cut in some other way (None: no region).
-        for value, labels in pairs:
-            position = rows_among(labels, wanted)
-            if value is None:
-                continue
-            if position is None or (position is False and (value in self.where or self._is_halfway(value, node))):
-                return False
-            if position is False:
-                undivided.add(value)
+        if not self.kind.sums_activations and any(
+            position is False and self._is_sum_of_activations(value, node) for value, position in positions.items()
+        ):
+            return False
+        for value, position in positions.items():
+            if isinstance(position, tuple):
+                self.where[value] = position
             else:
-                assert isinstance(position, tuple)
-                # A value has its rows in one position only, and is either divided or needed whole.
-                if (
-                    value in self.undivided
-                    or self.where.get(value, position) != position
-                    or positions.get(value, position) != position
-                ):
-                    return False
-                if not _has_static_strides(value):
-                    return False
-                positions[value] = position
-        if undivided & positions.keys():
-            return False
-        self.where.update(positions)
-        self.undivided |= undivided
+                self.undivided.add(value)
         self.members.add(node)
         # Results of an operation that returns several are items: members too.
         if not is_tensor(node):
             self.members.update(user for user in node.users if user.target is operator.getitem)
         return True
+
+    def _positions(
+        self, node: fx.Node, known: Described, wanted: tuple[int, ...]
+    ) -> dict[fx.Node, Rows | Literal[False]] | None:
+        """Find where an operation's operands and results have their rows; ``False``: they have none.
+
+        Returns:
+            ``None``: the operation does not work on each row alone, or values have rows elsewhere.
+        """
+        # `mixed`: dimensions along which the operation is not independent (a softmax's, a norm's). Rows must not lie in
+        # them.
+        if not wanted or set(wanted) & known.dimensions.mixed:
+            return None
+        positions: dict[fx.Node, Rows | Literal[False]] = {}
+        # For each operand and result: where the rows are (a tuple), that it has none of them (False: needed whole), or
+        # that they are cut in some other way (None: no region).
+        for value, labels in known.pairs:
+            position = rows_among(labels, wanted)
+            if value is None:
+                continue
+            if position is None or (position is False and (value in self.where or self._is_halfway(value, node))):
+                return None
+            # A value has its rows in one position only, and is either divided or needed whole.
+            if positions.setdefault(value, position) != position:
+                return None
+            if position is False:
+                continue
+            if value in self.undivided or self.where.get(value, position) != position or not _has_static_strides(value):
+                return None
+        return positions
+
+    def _note_coarser(self, known: Described, wanted: tuple[int, ...]) -> None:
+        """Note with how many rows, fewer than now, an operation would divide that was refused."""
+        for count in range(1, len(wanted)):
+            outer = wanted[:count]
+            product = math.prod(known.dimensions.sizes[label] for label in outer)
+            if (
+                isinstance(product, int)
+                and 1 < product < self.rows
+                and self.rows % product == 0
+                and not set(outer) & known.dimensions.mixed
+                and not any(rows_among(labels, outer) is None for _, labels in known.pairs)
+            ):
+                self.coarser.add(product)
+
+    def _is_sum_of_activations(self, value: fx.Node, node: fx.Node) -> bool:
+        """Return whether a value without rows is a result of an operation, of the forward or wide."""
+        made = value if value.target is not operator.getitem else value.args[0]
+        return made is node and (node.meta[Mark.PHASE] is Phase.FORWARD or self._is_wide(value))
 
     def _is_halfway(self, value: fx.Node, node: fx.Node) -> bool:
         """Return whether a sum over tiles, of what a node reads or makes, would be read before all tiles are added."""
@@ -197,12 +228,15 @@ class Growth:
     def _values(self, node: fx.Node) -> Iterator[fx.Node]:
         known = self.described[node]
         assert known is not None
-        for value, _ in known[1]:
+        for value, _ in known.pairs:
             if value is not None and value in self.where:
                 yield value
 
     def _is_wide(self, value: fx.Node) -> bool:
-        return self._elements(value) >= _AS_WIDE * self._elements(self.widest)
+        return self._width(value) >= _AS_WIDE * self._width(self.widest)
+
+    def _width(self, value: fx.Node) -> int:
+        return self.kind.width(value, self._elements(value))
 
     def _elements(self, value: fx.Node) -> int:
         if value not in self.sizes:
@@ -233,8 +267,8 @@ class Growth:
             if value in self.where
             and (value not in made or value in returned or any(user not in made for user in value.users))
         }
-        limit = _NARROW * self._elements(self.widest)
-        floats = [v for v in outside if v.meta["val"].is_floating_point() and self._elements(v) > limit]
+        limit = self.kind.border * self._width(self.widest)
+        floats = [v for v in outside if v.meta["val"].is_floating_point() and self._width(v) > limit]
         known = {v for v in floats if _exists_anyway(v, returned)}
         if any(v not in known for v in floats) or not all(is_adjacent(self.where[v]) for v in outside):
             self.saved = 0.0

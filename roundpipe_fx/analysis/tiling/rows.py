@@ -1,9 +1,20 @@
-"""Rows: where those of a value are, and how operations divide along them."""
+"""Rows: where those of a value are, and how operations divide along them.
+
+A region has a number of rows. The dimensions of a value that its rows are in may have a multiple of as many positions:
+then each row is that many positions. Attention with 2 heads of keys and 8 of queries has 2 rows::
+
+    queries [1, 8, 64, 16]       dimension 1: a row is 4 heads, labels (2, 4), of which the first is divided
+    keys    [1, 2, 64, 16]       dimension 1: a row is a head, label (2)
+    x @ wq  [64, 128]            dimension 1: a row is 64 positions, labels (8, 16) where it is viewed as heads
+"""
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -13,38 +24,67 @@ from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.joint_graph import Mark, has_side_effect, is_seeded, is_tensor
 
 _Labels = tuple[tuple[int, ...], ...]
-Described = tuple[frozenset[int], list[tuple["fx.Node | None", _Labels]]]
-"""How an operation divides: its mixed labels, and what it reads and makes with their labels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """The way an operation divides.
+
+    Attributes:
+        pairs: the values that it reads and makes, with their labels; ``None`` for results that nobody reads.
+    """
+
+    dimensions: Dimensions
+    pairs: tuple[tuple[fx.Node | None, _Labels], ...]
+
 
 Rows = tuple[int, ...]
-"""Where a value's rows are: the dimensions that they are the product of, from the outermost on.
+"""Where a value's rows are: the dimensions that they, or a multiple of them, are the product of, from the outermost on.
 
 Dimensions of one position between these are among them. Others may be between them only inside of a region: rows of
 logits ``[B, V, T]`` are dimensions 0 and 2.
 """
 
 
-def labels_of_rows(node: fx.Node, dimensions: Dimensions, where: Mapping[fx.Node, Rows]) -> tuple[int, ...]:
-    """The labels of a member's rows; none for one that is the same for each tile."""
-    return labels_where(_pairs(node, dimensions), where)
+def divided_labels(described: Described, where: Mapping[fx.Node, Rows], rows: int) -> tuple[int, ...]:
+    """The labels that are divided where an operation is carried out on some rows; none if it has no rows.
+
+    Of the labels of the dimensions that have rows, these are the first ones whose product is a multiple of the rows.
+    """
+    labels = next(
+        (_of_rows(labels, where[value]) for value, labels in described.pairs if value is not None and value in where),
+        (),
+    )
+    product: Any = 1
+    for count, label in enumerate(labels, 1):
+        product = product * described.dimensions.sizes[label]
+        if isinstance(product, int) and product % rows == 0:
+            return labels[:count]
+    return labels
 
 
-def labels_where(pairs: Iterable[tuple[fx.Node | None, _Labels]], where: Mapping[fx.Node, Rows]) -> tuple[int, ...]:
-    """The labels of the rows of an operation that reads or makes these; none where none of them has rows."""
-    return next((_of_rows(labels, where[value]) for value, labels in pairs if value is not None and value in where), ())
+def tile_sizes(labels: tuple[int, ...], sizes: Mapping[int, Any], rows: int, of_tile: int) -> dict[int, int]:
+    """The numbers of positions of a tile along the divided labels: all along the last of them.
 
-
-def _pairs(node: fx.Node, dimensions: Dimensions) -> list[tuple[fx.Node | None, _Labels]]:
-    return [
-        *zip(operand_nodes(node), dimensions.operands, strict=True),
-        *zip(_results(node, dimensions), dimensions.results, strict=True),
-    ]
+    Args:
+        sizes: number of positions of the whole, by label.
+        rows: the number that the whole has.
+        of_tile: the number that the tile has.
+    """
+    multiple = math.prod(sizes[label] for label in labels) // rows
+    return {**dict.fromkeys(labels, 1), labels[-1]: of_tile * multiple} if labels else {}
 
 
 def described(node: fx.Node) -> Described | None:
     """Describe the dimensions of an operation; ``None``: they are not known."""
     dimensions = dimensions_of(node)
-    return None if dimensions is None else (dimensions.mixed, _pairs(node, dimensions))
+    if dimensions is None:
+        return None
+    pairs = (
+        *zip(operand_nodes(node), dimensions.operands, strict=True),
+        *zip(_results(node, dimensions), dimensions.results, strict=True),
+    )
+    return Described(dimensions=dimensions, pairs=pairs)
 
 
 def _results(node: fx.Node, dimensions: Dimensions) -> list[fx.Node | None]:
@@ -63,13 +103,23 @@ def _of_rows(labels: _Labels, rows: Rows) -> tuple[int, ...]:
     return tuple(label for position in rows for label in labels[position])
 
 
-def rows_among(labels: _Labels, wanted: tuple[int, ...]) -> Rows | bool | None:
-    """The dimensions that are the product of ``wanted``; ``False``: it has none of these; ``None``: not so."""
+def rows_among(labels: _Labels, wanted: tuple[int, ...]) -> Rows | Literal[False] | None:
+    """The dimensions whose labels begin with ``wanted``, which are divided; those after them are not.
+
+    Returns:
+        ``False``: no dimension has any of these labels; ``None``: they are not where they could be divided.
+    """
     touched = [dim for dim, labels_of_dim in enumerate(labels) if set(labels_of_dim) & set(wanted)]
     if not touched:
         return False
     rows = tuple(dim for dim in range(touched[0], touched[-1] + 1) if dim in touched or not labels[dim])
-    return rows if _of_rows(labels, rows) == wanted else None
+    return rows if _of_rows(labels, rows)[: len(wanted)] == wanted else None
+
+
+def positions_of(node: fx.Node, rows: Rows) -> Any:
+    """Number of positions of a value in the dimensions of its rows."""
+    shape = node.meta["val"].shape
+    return math.prod(shape[dim] for dim in rows)
 
 
 def is_adjacent(rows: Rows) -> bool:

@@ -27,16 +27,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.dimensions import arguments_on_tile, dimensions_of
+from roundpipe_fx.analysis.dimensions import arguments_on_tile
+from roundpipe_fx.analysis.dimensions.labels import same_size
 from roundpipe_fx.analysis.tiling.linear import find_proportional
 from roundpipe_fx.analysis.tiling.rows import (
     Described,
     Rows,
     described,
+    divided_labels,
     elements,
-    labels_of_rows,
-    labels_where,
     may_be_divided,
+    positions_of,
     rows_among,
 )
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, is_view
@@ -90,13 +91,13 @@ class RowSlice:
         """A member's arguments on the rows that are kept; tensors are the member's."""
         if member.target is operator.getitem:
             return member.args, member.kwargs
-        dimensions = dimensions_of(member)
-        assert dimensions is not None
-        labels = labels_of_rows(member, dimensions, self.where)
-        axis = _find_sliced_axis([dimensions.sizes[label] for label in labels], self.axis)
+        known = described(member)
+        assert known is not None
+        labels = divided_labels(known, self.where, math.prod(self.axis))
+        axis = _find_sliced_axis([known.dimensions.sizes[label] for label in labels], self.axis)
         assert axis is not None
         number, before, behind = axis
-        return arguments_on_tile(member, dimensions, {labels[number]: before * self.kept * behind})
+        return arguments_on_tile(member, known.dimensions, {labels[number]: before * self.kept * behind})
 
 
 def find_row_slice(joint: JointGraph, node: fx.Node) -> RowSlice | None:
@@ -296,21 +297,21 @@ class _SliceSearch:
             return False
         if node not in self.known:
             self.known[node] = described(node)
-        labels_of_node = self.known[node]
-        if labels_of_node is None:
+        known = self.known[node]
+        if known is None:
             return False
-        mixed, pairs = labels_of_node
-        dims = labels_where(pairs, self.where)
-        dimensions = dimensions_of(node)
-        if not dims or set(dims) & mixed or dimensions is None:
+        wanted = divided_labels(known, self.where, math.prod(self.axis))
+        if not wanted or set(wanted) & known.dimensions.mixed:
             return False
-        if _find_sliced_axis([dimensions.sizes[label] for label in dims], self.axis) is None:
+        if _find_sliced_axis([known.dimensions.sizes[label] for label in wanted], self.axis) is None:
             return False
         items = {user for user in node.users if user.target is operator.getitem} if not is_tensor(node) else set()
-        for value, labels in pairs:
-            position = rows_among(labels, dims)
+        for value, labels in known.pairs:
+            position = rows_among(labels, wanted)
             if value is None:
                 continue
+            if isinstance(position, tuple) and not same_size(positions_of(value, position), math.prod(self.axis)):
+                return False
             is_made = value is node or value in items
             # In the forward no sums are allowed: a sum over rows that nobody reads would change.
             if position is None or (position is False and (value in self.where or (is_made and not sums))):

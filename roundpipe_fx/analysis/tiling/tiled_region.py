@@ -39,13 +39,20 @@ from torch import fx
 
 from roundpipe_fx.analysis.tiling.growth import Growth
 from roundpipe_fx.analysis.tiling.linear import find_proportional
-from roundpipe_fx.analysis.tiling.rows import Described, Rows, elements
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, is_view
+from roundpipe_fx.analysis.tiling.region_kind import (
+    ATTENTION,
+    KINDS,
+    NARROW,
+    RegionKind,
+    is_large,
+    kinds_around,
+    may_be_widest,
+)
+from roundpipe_fx.analysis.tiling.rows import Described, Rows, elements, positions_of
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor
 
 aten = torch.ops.aten
 
-_LEAST_BYTES = 1 << 10
-"""Smaller values are not worth a loop."""
 _MOST_DIMS = 3
 """Largest number of dimensions that make up the rows."""
 _MOST_ROUNDED = 2048
@@ -75,7 +82,8 @@ class TileRegion:
         widest: the value that the region was found from.
         members: the operations, in graph order.
         whole: those of them that do the same for each tile (scalars).
-        where: by value, where its rows are; what has none is the same for each tile, or a sum over tiles.
+        where: by value, where its rows, or a multiple of them, are; what has none is the same for each tile, or a sum
+            over tiles.
         scalar: the scalar that the whole backward of the region is proportional to, where it waits for nothing else;
             then forward and backward can be one loop. ``None``: they cannot.
         online: names of the log-softmaxes that must be written with sums over their classes, which are the rows.
@@ -92,6 +100,10 @@ class TileRegion:
     def in_phase(self, phase: Phase) -> list[fx.Node]:
         """Members of one phase, in graph order."""
         return [node for node in self.members if node.meta[Mark.PHASE] is phase]
+
+    def multiple(self, value: fx.Node) -> int:
+        """Number of positions of a row in a value that has rows."""
+        return int(positions_of(value, self.where[value])) // self.rows
 
     def rows_of_tile(self, tiles: int) -> int:
         """Rows of each tile if there are at most ``tiles``; the last one may have fewer.
@@ -118,9 +130,8 @@ class TileRegion:
         """The fewest rows that a tile may have: by the matrix products whose rows or columns are divided."""
         products = (node for node in self.members if node.target in _PRODUCTS and node in self.where)
         divided = [node for node in products if self.where[node][-1] >= node.meta["val"].dim() - 2]
-        if any(_is_long_sum(node) for node in divided):
-            return _ROWS_OF_LONG_SUMS
-        return 2 if divided else 1
+        positions = {node: _ROWS_OF_LONG_SUMS if _is_long_sum(node) else 2 for node in divided}
+        return max((-(-least // self.multiple(node)) for node, least in positions.items()), default=1)
 
     @functools.cached_property
     def _rounds_sums(self) -> bool:
@@ -160,18 +171,18 @@ class TileRegions:
         self._described: dict[fx.Node, Described | None] = {}
         self._sizes = {node: elements(node) for node in joint.graph.nodes}
         self._taken: set[fx.Node] = set()
-        self._seen: set[fx.Node] = set()
+        self._seen: set[tuple[fx.Node, RegionKind]] = set()
         self.regions: list[TileRegion] = []
-        by_width = sorted(joint.in_phase(Phase.FORWARD), key=lambda node: -self._sizes[node])
-        self._waiting = deque(node for node in by_width if _may_be_widest(node))
+        seeds = [(node, kind) for node in joint.in_phase(Phase.FORWARD) for kind in kinds_around(node)]
+        self._waiting = deque(sorted(seeds, key=lambda seed: (-self._sizes[seed[0]], KINDS.index(seed[1]))))
 
     def find_wide_regions(self, min_elements: int) -> list[TileRegion]:
         """Regions whose widest value has at least a number of elements, the widest first; they do not overlap."""
         # Widest first. Values that a region has taken, or from which a search gave nothing, are not tried again.
-        while self._waiting and self._sizes[self._waiting[0]] >= min_elements:
-            widest = self._waiting.popleft()
-            if widest not in self._taken and widest not in self._seen:
-                self._grow_region(widest, _candidate_rows(widest))
+        while self._waiting and self._sizes[self._waiting[0][0]] >= min_elements:
+            widest, kind = self._waiting.popleft()
+            if widest not in self._taken and (widest, kind) not in self._seen:
+                self._grow_region(widest, _candidate_rows(widest), kind)
         return self.regions
 
     def find_around(self, widest: fx.Node, rows: Rows) -> TileRegion | None:
@@ -185,42 +196,32 @@ class TileRegions:
             the region; ``None`` if there is none, if it is small, or if the value belongs to another one.
         """
         count = len(self.regions)
-        if widest not in self._taken and _is_large(widest):
-            self._grow_region(widest, [rows])
+        if widest not in self._taken and is_large(widest):
+            self._grow_region(widest, [rows], NARROW)
         if len(self.regions) == count:
             return None
         region, size = self.regions.pop(), self._sizes[widest]
-        first = next(node for node in region.members if self._sizes[node] == size and _may_be_widest(node))
+        first = next(node for node in region.members if self._sizes[node] == size and may_be_widest(node))
         self.regions.append(dataclasses.replace(region, widest=first))
         return self.regions[-1]
 
     def iterate_by_width(self) -> Iterator[list[TileRegion]]:
         """Yield regions with ever narrower widest values: each time all so far, those of one more width last."""
         while self._waiting:
-            yield self.find_wide_regions(self._sizes[self._waiting[0]])
+            yield self.find_wide_regions(self._sizes[self._waiting[0][0]])
 
-    def _grow_region(self, widest: fx.Node, starts: Iterable[Rows]) -> None:
-        grown = [
-            Growth(
-                widest=widest,
-                start=rows,
-                order=self._order,
-                described=self._described,
-                sizes=self._sizes,
-                taken=self._taken,
-                tangential=self._tangential,
-            )
-            for rows in starts
-        ]
+    def _grow_region(self, widest: fx.Node, starts: Iterable[Rows], kind: RegionKind) -> None:
+        grown = self._grow(widest, starts, kind)
         # Activations that are sums over tiles would be rounded otherwise; gradients of weights are in any case.
         best = max(
-            (candidate for candidate in grown if candidate.grow(self._returned)),
+            (candidate for candidate in grown if candidate.saved > 0),
             key=lambda candidate: (not candidate.sums, candidate.saved),
             default=None,
         )
         # From another value that is as wide, and that was reached, the same would be found.
         reached = {node for candidate in grown for node in candidate.members}
-        self._seen.update(node for node in reached if self._sizes[node] == self._sizes[widest])
+        width = kind.width(widest, self._sizes[widest])
+        self._seen.update((node, kind) for node in reached if kind.width(node, self._sizes[node]) == width)
         if best is None:
             return
         region = TileRegion(
@@ -234,6 +235,36 @@ class TileRegions:
         if _is_acyclic(self._joint, [*self.regions, region]):
             self._taken.update(set(region.members) - region.whole)
             self.regions.append(region)
+
+    def _grow(self, widest: fx.Node, starts: Iterable[Rows], kind: RegionKind) -> list[Growth]:
+        """Grow regions from a value, with all of its rows and with as few as operations may need that were refused."""
+        grown: dict[tuple[Rows, int], Growth] = {}
+        for rows in starts:
+            waiting = [int(positions_of(widest, rows))]
+            while waiting:
+                count = waiting.pop()
+                start = _fewest_dimensions(widest, rows, count)
+                if (start, count) in grown:
+                    continue
+                grown[start, count] = candidate = Growth(
+                    widest=widest,
+                    start=start,
+                    rows=count,
+                    kind=kind,
+                    order=self._order,
+                    described=self._described,
+                    sizes=self._sizes,
+                    taken=self._taken,
+                    tangential=self._tangential,
+                )
+                candidate.grow(self._returned)
+                waiting += candidate.coarser if kind is ATTENTION else ()
+        return list(grown.values())
+
+
+def _fewest_dimensions(value: fx.Node, rows: Rows, count: int) -> Rows:
+    """The first of some dimensions whose product is a multiple of a number of rows."""
+    return next(rows[:n] for n in range(1, len(rows) + 1) if positions_of(value, rows[:n]) % count == 0)
 
 
 def _is_acyclic(joint: JointGraph, regions: Sequence[TileRegion]) -> bool:
@@ -306,21 +337,6 @@ def _find_descendants(joint: JointGraph, nodes: Iterable[fx.Node]) -> set[fx.Nod
         if node.op != "output" and any(source in origins or source in descendants for source in node.all_input_nodes):
             descendants.add(node)
     return descendants | {node for node in origins if node.op == "placeholder"}
-
-
-def _may_be_widest(node: fx.Node) -> bool:
-    return is_tensor(node) and not is_view(node) and node.op == "call_function" and _is_large(node)
-
-
-def _is_large(node: fx.Node) -> bool:
-    """Return whether a value is worth a loop."""
-    value = node.meta["val"]
-    return (
-        value.is_floating_point()
-        and value.layout is torch.strided
-        and all(isinstance(size, int) for size in value.shape)
-        and value.numel() * value.dtype.itemsize >= _LEAST_BYTES
-    )
 
 
 def _candidate_rows(node: fx.Node) -> Iterator[Rows]:

@@ -241,19 +241,20 @@ CONVOLUTIONS: dict[Any, list[Sample]] = {
 }
 
 
-def _attention(causal: bool, masked: bool, keys_of: str = "d") -> Sample:
+def _attention(causal: bool, masked: bool, groups: bool = False) -> Sample:
     def sample(n: Sizes) -> RealCall:
         rows, width = n.c, 8
-        keys = rows if causal else n.d
-        query, key, value = (real(n.a, n.b, count, width) for count in (rows, keys, keys))
-        return call(query, key, value, 0.0, causal, attn_mask=real(n.a, 1, rows, keys) if masked else None)
+        keys, heads = rows if causal else n.d, n.b * n.a if groups else n.b
+        query, key, value = real(n.a, heads, rows, width), real(n.a, n.b, keys, width), real(n.a, n.b, keys, width)
+        mask = real(n.a, heads if groups else 1, rows, keys) if masked else None
+        return call(query, key, value, 0.0, causal, attn_mask=mask)
 
     return sample
 
 
-def _attention_backward(causal: bool, masked: bool) -> Sample:
+def _attention_backward(causal: bool, masked: bool, groups: bool = False) -> Sample:
     def sample(n: Sizes) -> RealCall:
-        given = _attention(causal, masked)(n)
+        given = _attention(causal, masked, groups)(n)
         out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(*given.args, **given.kwargs)
         query, key, value, dropout, is_causal = given.args
         return call(real(*out.shape), query, key, value, out, logsumexp, dropout, is_causal, **given.kwargs)
@@ -261,11 +262,10 @@ def _attention_backward(causal: bool, masked: bool) -> Sample:
     return sample
 
 
+_FORMS = [(False, False), (True, False), (False, True), (False, False, True), (True, False, True), (False, True, True)]
+"""Whether attention is causal, has a mask, and has fewer heads of keys than of queries."""
+
 ATTENTION: dict[Any, list[Sample]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: [
-        _attention(causal, masked) for causal, masked in ((False, False), (True, False), (False, True))
-    ],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: [
-        _attention_backward(causal, masked) for causal, masked in ((False, False), (True, False), (False, True))
-    ],
+    aten._scaled_dot_product_flash_attention_for_cpu.default: [_attention(*form) for form in _FORMS],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: [_attention_backward(*form) for form in _FORMS],
 }

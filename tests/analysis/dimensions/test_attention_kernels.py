@@ -37,6 +37,7 @@ def described(target: Any, *args: Any) -> str:
 
 
 QUERY, KEY, FEW_HEADS, ROWS, MASK = (2, 4, 6, 8), (2, 4, 7, 8), (2, 2, 7, 8), (2, 4, 6), (2, 1, 6, 7)
+ONE_HEAD, NO_GROUPS = (2, 1, 7, 8), (2, 3, 7, 8)
 
 FORWARD = [
     (
@@ -52,6 +53,16 @@ FORWARD = [
     (
         aten._scaled_dot_product_flash_attention.default,
         (QUERY, FEW_HEADS, FEW_HEADS, 0.0, False, False, (QUERY, ROWS, None, None, 6, 7, (2,), (), (0,))),
+        "a bc d E, a b F E, a b F G -> a bc d G, a bc d, H, (), I",
+    ),
+    (
+        aten._scaled_dot_product_flash_attention.default,
+        (QUERY, ONE_HEAD, ONE_HEAD, 0.0, False, False, (QUERY, ROWS, None, None, 6, 7, (2,), (), (0,))),
+        "a b c D, a 1 E D, a 1 E F -> a b c F, a b c, G, (), H",
+    ),
+    (
+        aten._scaled_dot_product_flash_attention.default,
+        (QUERY, NO_GROUPS, NO_GROUPS, 0.0, False, False, (QUERY, ROWS, None, None, 6, 7, (2,), (), (0,))),
         "a B c D, a E F D, a E F G -> a B c G, a B c, H, (), I",
     ),
     (

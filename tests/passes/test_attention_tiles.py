@@ -1,0 +1,154 @@
+"""Attention in tiles of its heads: a tile has some heads of keys, with all heads of queries that read these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from roundpipe_fx.analysis.cost import cost_model
+from roundpipe_fx.analysis.tiling import BodyCosts, TileRegion, TileRegions
+from roundpipe_fx.codegen.loop_text import loops_of
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.tiles import tile_regions
+from tests.capturing import capture_joint, example_inputs, run_joint
+from tests.graph_text import CPU
+
+COSTS = BodyCosts(model=CPU, device=None, granularity=1, eager=True, rewrite=lambda graph: graph)
+WIDTH = 8
+"""Of a head."""
+ROWS = 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Attention in a layer.
+
+    Attributes:
+        copied: whether keys and values are copied for each head of queries, as ``repeat_kv`` does.
+        normed: whether queries and keys are normalized by head.
+        rows: how often the region is expected to divide.
+    """
+
+    queries: int
+    keys: int
+    batch: int = 1
+    causal: bool = True
+    copied: bool = False
+    normed: bool = False
+    adapters: bool = False
+    rows: int = field(kw_only=True)
+
+
+class Attention(nn.Module):
+    """A layer as of a Llama: projections to heads, rotary positions, attention, a projection back."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape, hidden = shape, shape.queries * WIDTH
+        self.q, self.o = nn.Linear(hidden, hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.k, self.v = (nn.Linear(hidden, shape.keys * WIDTH, bias=False) for _ in range(2))
+        self.norm = nn.RMSNorm(WIDTH)
+        if shape.adapters:
+            for layer in (self.q, self.k, self.v, self.o):
+                layer.requires_grad_(False)
+            self.down, self.up = nn.Linear(hidden, 2, bias=False), nn.Linear(2, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        queries = self.q(x) + self.up(self.down(x)) * 0.5 if self.shape.adapters else self.q(x)
+        q, k, v = (
+            part.view(batch, length, heads, WIDTH).transpose(1, 2)
+            for part, heads in (
+                (queries, self.shape.queries),
+                (self.k(x), self.shape.keys),
+                (self.v(x), self.shape.keys),
+            )
+        )
+        if self.shape.normed:
+            q, k = self.norm(q), self.norm(k)
+        angles = torch.arange(length, dtype=x.dtype)[:, None] * torch.linspace(0.1, 1, WIDTH, dtype=x.dtype)
+        q, k = (_rotate(part, angles.cos(), angles.sin()) for part in (q, k))
+        if self.shape.copied:
+            k, v = (_repeat(part, self.shape.queries // self.shape.keys) for part in (k, v))
+        grouped = k.shape[1] != q.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.shape.causal, enable_gqa=grouped)
+        return self.o(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat([-right, left], -1) * sin
+
+
+def _repeat(x: torch.Tensor, times: int) -> torch.Tensor:
+    batch, heads, length, width = x.shape
+    return x[:, :, None].expand(batch, heads, times, length, width).reshape(batch, heads * times, length, width)
+
+
+class Layers(nn.Module):
+    """Two layers, so that there is a gradient of what each reads."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(shape) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x.roll(1, 0))  # no region divides the batch
+        return x.square().sum()
+
+
+SHAPES = {
+    "as many heads of keys": Shape(4, 4, rows=4),
+    "groups": Shape(8, 2, rows=2),
+    "groups of two": Shape(6, 3, rows=3),
+    "one head of keys": Shape(4, 1, rows=4),
+    "not causal": Shape(8, 2, causal=False, rows=2),
+    "a batch": Shape(8, 2, batch=3, rows=2),
+    "copied keys": Shape(8, 2, copied=True, rows=2),
+    "normalized heads": Shape(8, 4, normed=True, rows=4),
+    "adapters": Shape(8, 4, adapters=True, rows=4),
+}
+
+
+def captured(shape: Shape, dtype: torch.dtype = torch.float64) -> JointGraph:
+    torch.manual_seed(0)
+    model = Layers(shape).to(dtype)
+    x = torch.randn(shape.batch, ROWS, shape.queries * WIDTH, dtype=dtype)
+    joint = capture_joint(model, x)
+    annotate(joint, cost_model("roofline", torch.device("cpu")))
+    return joint
+
+
+def attention_regions(joint: JointGraph) -> list[TileRegion]:
+    """Those that have both attention's forward and its backward."""
+
+    def attends(region: TileRegion) -> bool:
+        return sum("attention" in str(node.target) for node in region.members) == 2
+
+    return [region for region in TileRegions(joint).as_wide_as(0) if attends(region)]
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_heads_are_divided_in_each_layer(shape: Shape, dtype: torch.dtype) -> None:
+    regions = attention_regions(captured(shape, dtype))
+    assert [region.rows for region in regions] == [shape.rows] * 2
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_results_are_those_of_the_whole(shape: Shape) -> None:
+    joint = captured(shape)
+    inputs = [0.1 * value for value in example_inputs(joint)]
+    expected = run_joint(joint, inputs)
+    for tiles in range(1, shape.rows + 1):
+        copy = joint.copy()
+        made = tile_regions(copy, [(region, tiles) for region in attention_regions(joint)], COSTS)
+        assert len(loops_of(made.graph)) >= 2
+        for one, other in zip(run_joint(made, inputs), expected, strict=True):
+            assert other is None or (one - other).norm() <= 1e-12 * other.norm()

@@ -1,0 +1,59 @@
+"""Steps whose attention is carried out in tiles of its heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import roundpipe_fx
+from benchmarks.tiling import LossOnly
+from roundpipe_fx.analysis.tiling import tiled_region
+from roundpipe_fx.analysis.tiling.region_kind import ATTENTION, kinds_around
+from tests.long import long_but
+from tests.passes.test_attention_tiles import ROWS, SHAPES, WIDTH, Layers
+from tests.planner.tiled import check
+
+LENGTH = 2**16
+HEADS, KEYS = 8, 2
+
+
+@pytest.mark.parametrize("compiler", long_but(["eager", "inductor"], quick=["eager"]))
+def test_steps_at_decreasing_budgets(compiler: str) -> None:
+    shape = SHAPES["adapters"]
+    torch.manual_seed(0)
+    model = Layers(shape).double()
+    x = 0.5 * torch.randn(shape.batch, ROWS, shape.queries * WIDTH, dtype=torch.float64)
+    check(model, {"x": x}, stage_compiler=compiler)
+
+
+def test_a_long_sequence_needs_the_workspace_of_few_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward of all heads holds their gradient of queries in float32, beside what it reads and returns."""
+    config = transformers.LlamaConfig(
+        hidden_size=64 * HEADS,
+        intermediate_size=256 * HEADS,
+        num_hidden_layers=1,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEYS,
+        vocab_size=1024,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+
+    def least() -> roundpipe_fx.InfeasibleBudgetError:
+        tokens = torch.empty(1, LENGTH, dtype=torch.long, device="meta")
+        with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
+            roundpipe_fx.plan(
+                LossOnly(model), input_ids=tokens, labels=tokens, device="H100", memory_budget=1, tiling="auto"
+            )
+        return refused.value
+
+    in_tiles = least()
+    monkeypatch.setattr(
+        tiled_region, "kinds_around", lambda node: [kind for kind in kinds_around(node) if kind != ATTENTION]
+    )
+    whole = least()
+    assert "workspace of _scaled_dot_product" in str(whole)
+    hidden, saved = 2 * LENGTH * 64 * HEADS, whole.minimum - in_tiles.minimum
+    assert saved > hidden, f"{saved / hidden:.2f} hidden states fewer"
