@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from roundpipe_fx.analysis.tiling import TileRegions
+from roundpipe_fx.analysis.tiling import KINDS, TileRegions
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import Pass, PassContext
 from roundpipe_fx.passes.mean_losses import split_mean_losses
@@ -29,7 +29,7 @@ def tiled_passes(tiles: int, by_class: bool = False) -> Callable[[list[Pass]], S
         costs = body_costs(context)
         heads = find_vocabulary_regions(joint, context.costs) if by_class else []
         replaced = frozenset().union(*(replaced_operations(joint, head) for head in heads))
-        regions = TileRegions(joint).find_wide_regions(0)
+        regions = TileRegions(joint, KINDS).find_wide_regions(0)
         others = [region for region in regions if replaced.isdisjoint(replaced_operations(joint, region))]
         joint = rewrite_online(joint, {name for head in heads for name in head.online}, context.costs, context.device)
         return tile_regions(joint, [(region, min(tiles, region.rows)) for region in (*others, *heads)], costs)

@@ -22,11 +22,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias
 
 from torch import fx
 
-from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, elements
+from roundpipe_fx.analysis.tiling import KINDS, NARROW, RegionKind, TileRegion, TileRegions, elements
 from roundpipe_fx.budget import Found
 from roundpipe_fx.compiler.operations_in_tiles import split_means, tile_graph
 from roundpipe_fx.compiler.setting import Setting
@@ -55,8 +56,22 @@ Tiles: TypeAlias = Sequence[tuple[TileRegion, int]]
 """Regions with their number of tiles."""
 RegionClass: TypeAlias = tuple[Any, ...]
 """A key that is equal for regions with equal operations on equal shapes."""
-_TilesOfClasses: TypeAlias = frozenset[tuple[RegionClass, int]]
-"""Region classes with their number of tiles."""
+_TilingKey: TypeAlias = frozenset[tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Refusals:
+    """Plans that were refused.
+
+    Attributes:
+        least: by tiling, the largest need of a single operation, if that exceeded a limit.
+        fitting: by tiling, the least limit that no single operation exceeded.
+        lowest: by tiling, the lowest peak of any plan; it does not depend on the budget.
+    """
+
+    least: dict[_TilingKey, Unmet] = field(default_factory=dict)
+    fitting: dict[_TilingKey, int] = field(default_factory=dict)
+    lowest: dict[_TilingKey, Unmet] = field(default_factory=dict)
 
 
 class RegionClasses(Generic[E]):
@@ -64,20 +79,32 @@ class RegionClasses(Generic[E]):
 
     Args:
         joint: an annotated graph; not changed.
+        kinds: of the regions that are looked for.
     """
 
-    def __init__(self, joint: JointGraph, setting: Setting, space: Space[E]) -> None:
+    def __init__(
+        self,
+        joint: JointGraph,
+        setting: Setting,
+        space: Space[E],
+        kinds: Sequence[RegionKind] = (NARROW,),
+        refusals: _Refusals | None = None,
+    ) -> None:
         self.setting, self.space = setting, space
-        self._joint = joint
-        self._least: dict[_TilesOfClasses, Unmet] = {}
-        """By tiling, the largest need of a single operation, if that exceeded a limit."""
-        self._fitting: dict[_TilesOfClasses, int] = {}
-        """By tiling, the least limit that no single operation exceeded."""
+        self._joint, self._kinds = joint, kinds
+        self._refusals = _Refusals() if refusals is None else refusals
         self._narrowed_by: dict[RegionClass, frozenset[str]] = {}
         self._compared_in: dict[frozenset[tuple[str, ...]], JointGraph] = {}
         self._quicker: dict[tuple[RegionClass, RegionClass, int], int | None] = {}
-        self._lowest: dict[_TilesOfClasses, Unmet] = {}
-        """By tiling, the lowest peak of any plan; it does not depend on the budget."""
+
+    @functools.cached_property
+    def of_all_kinds(self) -> RegionClasses[E]:
+        """The classes of regions of every kind.
+
+        Regions that have values as wide as their widest at their border gain less, and may take operations that wider
+        tiles would divide, so they are for budgets that cannot be met without them.
+        """
+        return RegionClasses(self._joint, self.setting, self.space, KINDS, self._refusals)
 
     @functools.cached_property
     def _graph(self) -> JointGraph:
@@ -85,7 +112,7 @@ class RegionClasses(Generic[E]):
 
     @functools.cached_property
     def _regions(self) -> TileRegions:
-        return TileRegions(self._graph)
+        return TileRegions(self._graph, self._kinds)
 
     @functools.cached_property
     def _heads(self) -> dict[RegionClass, list[TileRegion]]:
@@ -121,22 +148,22 @@ class RegionClasses(Generic[E]):
         Returns:
             the plan; ``None`` for one that was refused for a smaller budget and stays within this one.
         """
-        key = frozenset(tiles.items())
-        least, lowest = self._least.get(key), self._lowest.get(key)
+        refusals, key = self._refusals, tiling_key(self.tiles_of(tiles))
+        least, lowest = refusals.least.get(key), refusals.lowest.get(key)
         if limit is not None and least is not None and least.minimum > limit:
             return least
-        is_searched = limit is None or least is not None or limit >= self._fitting.get(key, math.inf)
+        is_searched = limit is None or least is not None or limit >= refusals.fitting.get(key, math.inf)
         if lowest is not None and is_searched:
             return lowest if budget * self.setting.share < lowest.minimum else Found(None)
         result = self.plan_in_tiles(self.tiles_of(tiles), budget, limit)
         if isinstance(result, Found):
             return result
         if result.bottleneck.is_of_one_operation:
-            self._least[key] = result
+            refusals.least[key] = result
         else:
-            self._lowest[key] = result
+            refusals.lowest[key] = result
             if limit is not None:
-                self._fitting[key] = min(limit, self._fitting.get(key, limit))
+                refusals.fitting[key] = min(limit, refusals.fitting.get(key, limit))
         return result
 
     def tiles_of(self, tiles: Mapping[RegionClass, int]) -> Tiles:
@@ -172,8 +199,14 @@ class RegionClasses(Generic[E]):
     def widest_first(self) -> Iterator[Tiles]:
         """Yield tilings for an unknown bottleneck: more and more classes, widest first, then all in more tiles.
 
-        The last ones tile loss heads along the vocabulary, even if that is not quicker.
+        The last ones tile loss heads along the vocabulary, even if that is not quicker. Of all kinds of regions,
+        tilings with narrow borders alone are left out: they were tried.
         """
+        for tiles in self._all_widest_first():
+            if len(self._kinds) == 1 or any(region.kind is not NARROW for region, _ in tiles):
+                yield tiles
+
+    def _all_widest_first(self) -> Iterator[Tiles]:
         heads = [head for region_class in self._heads.values() for head in region_class]
         classes: list[list[TileRegion]] = []
         first: list[int] = []
@@ -189,7 +222,7 @@ class RegionClasses(Generic[E]):
 
         # Narrower regions only if the wider ones do not suffice. `by_width` yields each region once, so a new search
         # begins here.
-        for regions_so_far in TileRegions(self._graph).iterate_by_width():
+        for regions_so_far in TileRegions(self._graph, self._kinds).iterate_by_width():
             known, classes = len(classes), list(group_by_class(regions_so_far).values())
             first = [choose_first_tiles(region_class[0]) for region_class in classes]
             for count in range(known + 1, len(classes) + 1):
@@ -369,9 +402,11 @@ def _loop_of(node: fx.Node) -> str | None:
     return node.target.widest.name if isinstance(node.target, TileLoop) else None
 
 
-def tiling_key(tiles: Tiles) -> frozenset[tuple[str, ...]]:
+def tiling_key(tiles: Tiles) -> _TilingKey:
     """A key that distinguishes tilings of one graph."""
-    return frozenset((region.widest.name, *region.online, str(count)) for region, count in tiles)
+    return frozenset(
+        (region.widest.name, *region.online, str(len(region.members)), str(count)) for region, count in tiles
+    )
 
 
 def group_by_class(regions: Iterable[TileRegion]) -> dict[RegionClass, list[TileRegion]]:

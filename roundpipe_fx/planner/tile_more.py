@@ -40,11 +40,19 @@ _WAYS = ((True, False), (False, False), (True, True))
 
 
 def tile_more(classes: RegionClasses[E], budget: int | float) -> Found[tuple[Tiles, E]] | Unmet:
-    """Find the first plan within the budget, in more and more tiles.
+    """Find the first plan within the budget, in more and more tiles, of regions between narrow values if these suffice.
 
     Args:
         budget: bytes or a fraction.
     """
+    result = _tile_more(classes, budget)
+    if isinstance(result, Found) or _bytes_limit(classes, budget) is None:
+        return result
+    return first_found((result, _tile_more(classes.of_all_kinds, budget)))
+
+
+def _tile_more(classes: RegionClasses[E], budget: int | float) -> Found[tuple[Tiles, E]] | Unmet:
+    """Find the first plan within the budget, in more and more tiles of the regions of some kinds."""
     setting = classes.setting
     if classes.space.widest_first:
         return _tile_widest_first(classes, budget, _bytes_limit(classes, budget))
@@ -117,6 +125,7 @@ def lower_peak_by_tiles(joint: JointGraph, setting: Setting, space: Space[E]) ->
     untiled = classes.plan({}, 0, None)
     if isinstance(untiled, Infeasible):
         _try_head_tilings(classes, untiled, 0, 0)
+        _try_head_tilings(classes.of_all_kinds, untiled, 0, 0)
 
 
 def _try_few_then_many_tiles(

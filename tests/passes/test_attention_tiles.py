@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from roundpipe_fx.analysis.cost import cost_model
-from roundpipe_fx.analysis.tiling import BodyCosts, TileRegion, TileRegions
+from roundpipe_fx.analysis.tiling import KINDS, BodyCosts, TileRegion, TileRegions
 from roundpipe_fx.codegen.loop_text import loops_of
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.annotate import annotate
@@ -131,7 +131,7 @@ def attention_regions(joint: JointGraph) -> list[TileRegion]:
     def attends(region: TileRegion) -> bool:
         return sum("attention" in str(node.target) for node in region.members) == 2
 
-    return [region for region in TileRegions(joint).as_wide_as(0) if attends(region)]
+    return [region for region in TileRegions(joint, KINDS).as_wide_as(0) if attends(region)]
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

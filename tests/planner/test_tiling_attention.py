@@ -8,8 +8,8 @@ import transformers
 
 import roundpipe_fx
 from benchmarks.tiling import LossOnly
-from roundpipe_fx.analysis.tiling import tiled_region
-from roundpipe_fx.analysis.tiling.region_kind import ATTENTION, kinds_around
+from roundpipe_fx.analysis.tiling.region_kind import DIGITS, NARROW
+from roundpipe_fx.planner import region_classes
 from tests.long import long_but
 from tests.passes.test_attention_tiles import ROWS, SHAPES, WIDTH, Layers
 from tests.planner.tiled import check
@@ -50,9 +50,7 @@ def test_a_long_sequence_needs_the_workspace_of_few_heads_at_once(monkeypatch: p
         return refused.value
 
     in_tiles = least()
-    monkeypatch.setattr(
-        tiled_region, "kinds_around", lambda node: [kind for kind in kinds_around(node) if kind != ATTENTION]
-    )
+    monkeypatch.setattr(region_classes, "KINDS", (NARROW, DIGITS))
     whole = least()
     assert "workspace of _scaled_dot_product" in str(whole)
     hidden, saved = 2 * LENGTH * 64 * HEADS, whole.minimum - in_tiles.minimum

@@ -96,6 +96,7 @@ class TileRegion:
     whole: frozenset[fx.Node] = frozenset()
     scalar: fx.Node | None = None
     online: tuple[str, ...] = ()
+    kind: RegionKind = NARROW
 
     def in_phase(self, phase: Phase) -> list[fx.Node]:
         """Members of one phase, in graph order."""
@@ -150,6 +151,7 @@ class TileRegion:
             whole=frozenset(named[node.name] for node in self.whole),
             scalar=None if self.scalar is None else named[self.scalar.name],
             online=self.online,
+            kind=self.kind,
         )
 
 
@@ -158,12 +160,13 @@ class TileRegions:
 
     Args:
         joint: an annotated graph; not changed.
+        kinds: of the regions that are looked for.
 
     Attributes:
         regions: those found so far.
     """
 
-    def __init__(self, joint: JointGraph) -> None:
+    def __init__(self, joint: JointGraph, kinds: Sequence[RegionKind] = (NARROW,)) -> None:
         self._joint = joint
         self._order = {node: position for position, node in enumerate(joint.graph.nodes)}
         self._returned = {output for output in joint.outputs if isinstance(output, fx.Node)}
@@ -173,7 +176,7 @@ class TileRegions:
         self._taken: set[fx.Node] = set()
         self._seen: set[tuple[fx.Node, RegionKind]] = set()
         self.regions: list[TileRegion] = []
-        seeds = [(node, kind) for node in joint.in_phase(Phase.FORWARD) for kind in kinds_around(node)]
+        seeds = [(node, kind) for node in joint.in_phase(Phase.FORWARD) for kind in kinds_around(node) if kind in kinds]
         self._waiting = deque(sorted(seeds, key=lambda seed: (-self._sizes[seed[0]], KINDS.index(seed[1]))))
 
     def find_wide_regions(self, min_elements: int) -> list[TileRegion]:
@@ -230,6 +233,7 @@ class TileRegions:
             members=tuple(sorted(best.members, key=self._order.__getitem__)),
             where=dict(best.where),
             whole=frozenset(best.whole),
+            kind=kind,
         )
         region = dataclasses.replace(region, scalar=_find_scalar(self._joint, region, self._tangential))
         if _is_acyclic(self._joint, [*self.regions, region]):
