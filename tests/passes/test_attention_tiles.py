@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from roundpipe_fx.analysis.cost import cost_model
-from roundpipe_fx.analysis.tiling import KINDS, BodyCosts, TileRegion, TileRegions
-from roundpipe_fx.codegen.loop_text import loops_of
+from roundpipe_fx.analysis.tiling import KINDS, NARROW, BodyCosts, TileRegion, TileRegions
+from roundpipe_fx.analysis.tiling.region_kind import ATTENTION
+from roundpipe_fx.codegen.loop_text import loop_text, loops_of
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.tiles import tile_regions
@@ -152,3 +153,29 @@ def test_results_are_those_of_the_whole(shape: Shape) -> None:
         assert len(loops_of(made.graph)) >= 2
         for one, other in zip(run_joint(made, inputs), expected, strict=True):
             assert other is None or (one - other).norm() <= 1e-12 * other.norm()
+
+
+def test_as_text_a_row_is_a_head_of_keys_and_the_heads_of_queries_that_read_it() -> None:
+    """Three heads of keys and six of queries, in tiles of two rows and of one."""
+    joint = captured(SHAPES["groups of two"])
+    made = tile_regions(joint.copy(), [(region, 2) for region in attention_regions(joint)], COSTS)
+    lines = "\n".join(map(loop_text, loops_of(made.graph))).splitlines()
+
+    def tiles_of(size: str) -> set[str]:
+        cut = (line for line in lines if f'"float64[{size}]"' in line and ".narrow" in line)
+        return {line.split(".narrow")[1] for line in cut}
+
+    assert tiles_of(f"1, 2, {ROWS}, {WIDTH}") == {"(1, start, 2)"}
+    assert tiles_of(f"1, 1, {ROWS}, {WIDTH}") == {"(1, 2, 1)"}
+    hidden = 6 * WIDTH
+    # A row is the 16 columns of two heads.
+    assert tiles_of(f"{hidden}, 32") == {"(1, start * 16, 32)"}
+    assert tiles_of(f"{hidden}, 16") == {"(1, 32, 16)"}
+    results = {line.strip() for line in lines if ".copy_(view_" in line}
+    assert {line.split(".narrow")[1].split(".copy_")[0] for line in results} == {"(1, start * 16, 32)", "(1, 32, 16)"}
+
+
+def test_regions_between_narrow_values_alone_are_found_if_no_others_are_asked_for() -> None:
+    joint = captured(SHAPES["groups"])
+    assert {region.kind for region in TileRegions(joint).as_wide_as(0)} <= {NARROW}
+    assert ATTENTION in {region.kind for region in TileRegions(joint, KINDS).as_wide_as(0)}

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from roundpipe_fx.analysis.cost import cost_model
-from roundpipe_fx.analysis.tiling import BodyCosts, TileRegions
+from roundpipe_fx.analysis.tiling import KINDS, BodyCosts, TileRegions
+from roundpipe_fx.analysis.tiling.region_kind import DIGITS
 from roundpipe_fx.codegen.loop_text import list_loops, loop_text
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.text import joint_text
@@ -271,3 +272,34 @@ def test_regions_that_read_each_others_results(tiles: int) -> None:
     assert len(list_loops(made.graph)) == 6
     for one, other in zip(run_joint(made, inputs), expected, strict=True):
         assert (one - other).norm() <= 1e-12 * other.norm()
+
+
+class _Norm(nn.Module):
+    """A norm that computes in float32, as a Llama's, between two layers in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+        self.weight = nn.Parameter(torch.randn(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).cumsum(0)  # no region divides the rows of the layers
+        digits = hidden.float()
+        normed = digits * torch.rsqrt(digits.square().mean(-1, keepdim=True) + 1e-6)
+        return self.last((self.weight * normed.to(x.dtype)).cumsum(0)).sum()
+
+
+@pytest.mark.parametrize("tiles", [2, 5])
+def test_a_norm_with_more_digits_than_its_border_keeps_its_bits(tiles: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(48, 32, dtype=torch.bfloat16, requires_grad=True)
+    joint = capture_joint(_Norm().bfloat16(), x)
+    annotate(joint, cost_model("roofline", torch.device("cpu")))
+    (region,) = (region for region in TileRegions(joint, KINDS).as_wide_as(0) if region.kind is DIGITS)
+    assert region.widest.meta["val"].dtype is torch.float32 and region.rows == 48
+    inputs = example_inputs(joint)
+    expected = run_joint(joint, inputs)
+    made = tile_regions(joint.copy(), [(region, tiles)], COSTS)
+    assert len(loops_of(made.graph)) == 2
+    for one, other in zip(run_joint(made, inputs), expected, strict=True):
+        assert torch.equal(one, other)

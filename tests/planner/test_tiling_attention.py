@@ -41,17 +41,23 @@ def test_a_long_sequence_needs_the_workspace_of_few_heads_at_once(monkeypatch: p
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).bfloat16()
 
+    tokens = torch.empty(1, LENGTH, dtype=torch.long, device="meta")
+
+    def planned(budget: int) -> roundpipe_fx.Plan:
+        batch = {"input_ids": tokens, "labels": tokens}
+        return roundpipe_fx.plan(LossOnly(model), **batch, device="H100", memory_budget=budget)
+
     def least() -> roundpipe_fx.InfeasibleBudgetError:
-        tokens = torch.empty(1, LENGTH, dtype=torch.long, device="meta")
         with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
-            roundpipe_fx.plan(
-                LossOnly(model), input_ids=tokens, labels=tokens, device="H100", memory_budget=1, tiling="auto"
-            )
+            planned(1)
         return refused.value
 
     in_tiles = least()
-    monkeypatch.setattr(region_classes, "KINDS", (NARROW, DIGITS))
-    whole = least()
+    with monkeypatch.context() as patched:
+        patched.setattr(region_classes, "KINDS", (NARROW, DIGITS))
+        whole = least()
     assert "workspace of _scaled_dot_product" in str(whole)
     hidden, saved = 2 * LENGTH * 64 * HEADS, whole.minimum - in_tiles.minimum
     assert saved > hidden, f"{saved / hidden:.2f} hidden states fewer"
+    heads = f"bfloat16[1, {HEADS}, {LENGTH}, 64]"
+    assert heads in [tiles.type for tiles in planned(in_tiles.minimum).tiles]
