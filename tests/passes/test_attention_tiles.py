@@ -13,7 +13,7 @@ from roundpipe_fx.analysis.cost import cost_model
 from roundpipe_fx.analysis.tiling import KINDS, NARROW, BodyCosts, TileRegion, TileRegions
 from roundpipe_fx.analysis.tiling.region_kind import ATTENTION
 from roundpipe_fx.codegen.loop_text import loop_text, loops_of
-from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.tiles import tile_regions
 from tests.capturing import capture_joint, example_inputs, run_joint
@@ -32,6 +32,7 @@ class Shape:
     Attributes:
         copied: whether keys and values are copied for each head of queries, as ``repeat_kv`` does.
         normed: whether queries and keys are normalized by head.
+        joined: whether one projection makes queries, keys and values, as in a GPT-2.
         rows: how often the region is expected to divide.
     """
 
@@ -42,6 +43,7 @@ class Shape:
     copied: bool = False
     normed: bool = False
     adapters: bool = False
+    joined: bool = False
     rows: int = field(kw_only=True)
 
 
@@ -53,6 +55,7 @@ class Attention(nn.Module):
         self.shape, hidden = shape, shape.queries * WIDTH
         self.q, self.o = nn.Linear(hidden, hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
         self.k, self.v = (nn.Linear(hidden, shape.keys * WIDTH, bias=False) for _ in range(2))
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False) if shape.joined else None
         self.norm = nn.RMSNorm(WIDTH)
         if shape.adapters:
             for layer in (self.q, self.k, self.v, self.o):
@@ -62,14 +65,14 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         queries = self.q(x) + self.up(self.down(x)) * 0.5 if self.shape.adapters else self.q(x)
+        parts = (queries, self.k(x), self.v(x)) if self.qkv is None else self.qkv(x).chunk(3, -1)
         q, k, v = (
             part.view(batch, length, heads, WIDTH).transpose(1, 2)
-            for part, heads in (
-                (queries, self.shape.queries),
-                (self.k(x), self.shape.keys),
-                (self.v(x), self.shape.keys),
-            )
+            for part, heads in zip(parts, (self.shape.queries, self.shape.keys, self.shape.keys), strict=True)
         )
+        if self.qkv is not None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=self.shape.causal)
+            return self.o(out.transpose(1, 2).reshape(batch, length, -1))
         if self.shape.normed:
             q, k = self.norm(q), self.norm(k)
         angles = torch.arange(length, dtype=x.dtype)[:, None] * torch.linspace(0.1, 1, WIDTH, dtype=x.dtype)
@@ -179,3 +182,17 @@ def test_regions_between_narrow_values_alone_are_found_if_no_others_are_asked_fo
     joint = captured(SHAPES["groups"])
     assert {region.kind for region in TileRegions(joint).as_wide_as(0)} <= {NARROW}
     assert ATTENTION in {region.kind for region in TileRegions(joint, KINDS).as_wide_as(0)}
+
+
+def test_a_workspace_is_worth_tiles_of_attention_alone() -> None:
+    """Heads that one projection makes for queries, keys and values are cut from it, and exist as a whole."""
+    joint = captured(Shape(4, 4, joined=True, rows=4))
+    assert not attention_regions(joint)
+    for node in joint.graph.nodes:
+        if "attention" in str(node.target) and "backward" in str(node.target):
+            node.meta[Mark.WORKSPACE] = 1 << 20
+    assert [region.rows for region in attention_regions(joint)] == [4, 4]
+    inputs = [0.1 * value for value in example_inputs(joint)]
+    made = tile_regions(joint.copy(), [(region, 2) for region in attention_regions(joint)], COSTS)
+    for one, other in zip(run_joint(made, inputs), run_joint(joint, inputs), strict=True):
+        assert other is None or torch.equal(one, other)

@@ -277,6 +277,8 @@ class Growth:
         self.saved = float(sum(size for node, size in wide.items() if node not in known)) - sum(
             v.meta["val"].numel() * v.meta["val"].dtype.itemsize for v in outside if v not in known
         )
+        if self.kind.counts_bytes:
+            self.saved += max(node.meta.get(Mark.WORKSPACE, 0) for node in self.members)
 
 
 def _exists_anyway(value: fx.Node, returned: Collection[fx.Node]) -> bool:

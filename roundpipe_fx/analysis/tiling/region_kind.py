@@ -33,7 +33,7 @@ class RegionKind:
     """A kind of regions.
 
     Attributes:
-        counts_bytes: whether the width of a value is its bytes; else its number of elements.
+        counts_bytes: whether the width of a value is its bytes, and workspaces count too; else its number of elements.
         border: each value that a region reads or returns by rows has at most this share of the widest value's width.
         sums_activations: whether values of the forward, and wide ones, may be sums over tiles.
     """
