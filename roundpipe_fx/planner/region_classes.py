@@ -220,8 +220,8 @@ class RegionClasses(Generic[E]):
             ]
             return replace_row_tiles(self._graph, in_tiles, heads, self._tile_for_comparison)
 
-        # Narrower regions only if the wider ones do not suffice. `by_width` yields each region once, so a new search
-        # begins here.
+        # Narrower regions only if the wider ones do not suffice. `iterate_by_width` yields each region once, so a
+        # new search begins here.
         for regions_so_far in TileRegions(self._graph, self._kinds).iterate_by_width():
             known, classes = len(classes), list(group_by_class(regions_so_far).values())
             first = [choose_first_tiles(region_class[0]) for region_class in classes]

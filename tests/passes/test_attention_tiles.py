@@ -12,7 +12,7 @@ from torch import nn
 from roundpipe_fx.analysis.cost import cost_model
 from roundpipe_fx.analysis.tiling import KINDS, NARROW, BodyCosts, TileRegion, TileRegions
 from roundpipe_fx.analysis.tiling.region_kind import ATTENTION
-from roundpipe_fx.codegen.loop_text import loop_text, loops_of
+from roundpipe_fx.codegen.loop_text import list_loops, loop_text
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.tiles import tile_regions
@@ -135,7 +135,7 @@ def attention_regions(joint: JointGraph) -> list[TileRegion]:
     def attends(region: TileRegion) -> bool:
         return sum("attention" in str(node.target) for node in region.members) == 2
 
-    return [region for region in TileRegions(joint, KINDS).as_wide_as(0) if attends(region)]
+    return [region for region in TileRegions(joint, KINDS).find_wide_regions(0) if attends(region)]
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -153,7 +153,7 @@ def test_results_are_those_of_the_whole(shape: Shape) -> None:
     for tiles in range(1, shape.rows + 1):
         copy = joint.copy()
         made = tile_regions(copy, [(region, tiles) for region in attention_regions(joint)], COSTS)
-        assert len(loops_of(made.graph)) >= 2
+        assert len(list_loops(made.graph)) >= 2
         for one, other in zip(run_joint(made, inputs), expected, strict=True):
             assert other is None or (one - other).norm() <= 1e-12 * other.norm()
 
@@ -162,7 +162,7 @@ def test_as_text_a_row_is_a_head_of_keys_and_the_heads_of_queries_that_read_it()
     """Three heads of keys and six of queries, in tiles of two rows and of one."""
     joint = captured(SHAPES["groups of two"])
     made = tile_regions(joint.copy(), [(region, 2) for region in attention_regions(joint)], COSTS)
-    lines = "\n".join(map(loop_text, loops_of(made.graph))).splitlines()
+    lines = "\n".join(map(loop_text, list_loops(made.graph))).splitlines()
 
     def tiles_of(size: str) -> set[str]:
         cut = (line for line in lines if f'"float64[{size}]"' in line and ".narrow" in line)
@@ -180,8 +180,8 @@ def test_as_text_a_row_is_a_head_of_keys_and_the_heads_of_queries_that_read_it()
 
 def test_regions_between_narrow_values_alone_are_found_if_no_others_are_asked_for() -> None:
     joint = captured(SHAPES["groups"])
-    assert {region.kind for region in TileRegions(joint).as_wide_as(0)} <= {NARROW}
-    assert ATTENTION in {region.kind for region in TileRegions(joint, KINDS).as_wide_as(0)}
+    assert {region.kind for region in TileRegions(joint).find_wide_regions(0)} <= {NARROW}
+    assert ATTENTION in {region.kind for region in TileRegions(joint, KINDS).find_wide_regions(0)}
 
 
 def test_a_workspace_is_worth_tiles_of_attention_alone() -> None:

@@ -295,11 +295,11 @@ def test_a_norm_with_more_digits_than_its_border_keeps_its_bits(tiles: int) -> N
     x = torch.randn(48, 32, dtype=torch.bfloat16, requires_grad=True)
     joint = capture_joint(_Norm().bfloat16(), x)
     annotate(joint, cost_model("roofline", torch.device("cpu")))
-    (region,) = (region for region in TileRegions(joint, KINDS).as_wide_as(0) if region.kind is DIGITS)
+    (region,) = (region for region in TileRegions(joint, KINDS).find_wide_regions(0) if region.kind is DIGITS)
     assert region.widest.meta["val"].dtype is torch.float32 and region.rows == 48
     inputs = example_inputs(joint)
     expected = run_joint(joint, inputs)
     made = tile_regions(joint.copy(), [(region, tiles)], COSTS)
-    assert len(loops_of(made.graph)) == 2
+    assert len(list_loops(made.graph)) == 2
     for one, other in zip(run_joint(made, inputs), expected, strict=True):
         assert torch.equal(one, other)
