@@ -38,14 +38,25 @@ def keep_users_exceptions(function: Callable[..., T], model: nn.Module, /, *args
         return function(*args, **kwargs)
     except Unsupported as error:
         raised = _raised_on_fakes(function, [*model.modules()], args, kwargs)
-        # Dynamo refused the call for a reason of its own, and the run on fake tensors raised inside PyTorch: the user
-        # gets Dynamo's error.
-        if raised is None or not (str(error).startswith(_OF_THE_CALL) or _is_of_user(raised)):
+        if raised is None or not _is_explained_by(error, raised):
             raise
     try:
         raise raised
     finally:
         del raised  # its traceback holds this frame
+
+
+def _is_explained_by(error: Exception, raised: Exception) -> bool:
+    """Test whether Dynamo refused a call because of the exception that the run on fake tensors raised.
+
+    That run may raise another exception inside PyTorch, which accepts less from fake tensors than from others:
+    ``module.to(dtype)`` cannot swap parameters that the mode refers to. Such an exception is not the model's.
+    """
+    if not str(error).startswith(_OF_THE_CALL):
+        return _is_of_user(raised)
+    # Dynamo names its class after that of the exception that it has observed.
+    observed = error.__cause__
+    return observed is None or type(observed).__name__.startswith(f"Observed{type(raised).__name__}")
 
 
 def _raised_on_fakes(

@@ -493,3 +493,24 @@ def test_a_model_that_computes_nothing() -> None:
     assert torch.equal(second, x)
     (2 * second).sum().backward()
     assert torch.equal(x.grad, torch.full((3, 2), 2.0))
+
+
+class _RaisingWhileTraced(torch.nn.Module):
+    """Converts a submodule to its dtype, as routers do; what follows fails in tracing only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear = self.linear.to(x.dtype)
+        if torch.compiler.is_compiling():
+            raise TypeError("only while it is traced")
+        return self.linear(x)
+
+
+def test_an_exception_that_only_tracing_raises_is_that_of_tracing() -> None:
+    compiled = roundpipe_fx.compile(_RaisingWhileTraced(), devices=CPUS, num_microbatches=2)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="needs the model in one graph") as raised:
+        compiled(torch.randn(4, 2))
+    assert "only while it is traced" in str(raised.value)
