@@ -27,7 +27,7 @@ class Recurrent(nn.Module):
 
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
-    ("LSTM", {"num_layers": 2, "dropout": 0.3}),
+    ("LSTM", {"num_layers": 2}),
     ("LSTM", {"bidirectional": True, "batch_first": True, "proj_size": 5}),
     ("GRU", {"bidirectional": True}),
     ("RNN", {"nonlinearity": "relu", "bias": False}),
@@ -52,6 +52,28 @@ def test_bits_and_bytes(kind: str, options: dict[str, Any]) -> None:
     model.eval()
     with torch.no_grad():
         assert torch.allclose(compiled(**batch), model(**batch), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("LSTM", {"batch_first": True, "proj_size": 5}),
+        ("GRU", {"bidirectional": True}),
+        ("RNN", {"batch_first": True, "bidirectional": True, "bias": False}),
+    ],
+    ids=["LSTM", "GRU", "RNN"],
+)
+def test_dropout_between_layers_has_the_masks_of_eager(kind: str, options: dict[str, Any]) -> None:
+    model = Recurrent(kind, num_layers=3, dropout=0.5, **options).double()
+    batch = {"x": torch.randn(3, 4, 8, dtype=torch.float64)}
+    compiled = roundpipe_fx.compile(model, memory_budget=0.0, fullgraph=True)
+    step = train_step(compiled, model, batch)
+    state = torch.get_rng_state()
+    reference = train_step(model, model, batch)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.testing.assert_close(vars(step), vars(reference), rtol=1e-12, atol=1e-14)
+    model.eval()
+    torch.testing.assert_close(compiled(**batch), model(**batch), rtol=1e-12, atol=0)
 
 
 class Packed(nn.Module):

@@ -19,7 +19,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from benchmarks.fuzz.program import Program
 from benchmarks.fuzz.steps import Left, differences, loss_of, take_step
 from roundpipe_fx.ir.resolved_branches import keep_resolved_random_branches
-from roundpipe_fx.torch_private import dynamo_flags, spell_out_lstm
+from roundpipe_fx.torch_private import dynamo_flags, spell_out_recurrence
 
 __all__ = ["References", "Skip", "WithLoss", "module_of"]
 
@@ -235,7 +235,7 @@ class WithLoss(nn.Module):
 
 def _aot_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     # oneDNN's LSTM rounds otherwise, and AOTAutograd cannot save what it returns.
-    spell_out_lstm(module)
+    spell_out_recurrence(module)
     keep_resolved_random_branches(module)
     with torch._functorch.config.patch(donated_buffer=False):  # which a second backward would miss
         return aot_eager(module, inputs)

@@ -81,7 +81,7 @@ def prepare(module: fx.GraphModule) -> None:
     detach_all_but_loss(module)
     mark_checkpoints(module)
     leave_out_causal_masks(module)
-    torch_private.spell_out_lstm(module)
+    torch_private.spell_out_recurrence(module)
     keep_resolved_random_branches(module)
     copy_assigned_data(module)
 
