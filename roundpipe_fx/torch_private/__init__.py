@@ -28,6 +28,7 @@ from roundpipe_fx.torch_private.sizes import *
 from roundpipe_fx.torch_private.structured_trace import *
 from roundpipe_fx.torch_private.tensor_classes import *
 from roundpipe_fx.torch_private.torch_distributed import *
+from roundpipe_fx.torch_private.tracing_patches import *
 from roundpipe_fx.torch_private.tracing_retries import *
 from roundpipe_fx.torch_private.trees import *
 from roundpipe_fx.torch_private.users_exceptions import *

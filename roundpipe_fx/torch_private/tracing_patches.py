@@ -20,7 +20,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["break_at_transformed_functions", "keep_float_updates"]
+__all__ = ["break_at_transformed_functions", "in_function_transform", "keep_float_updates"]
+
+
+def in_function_transform() -> bool:
+    """Return whether the current thread is inside a transform of ``torch.func``, such as ``vmap`` or ``grad``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def break_at_transformed_functions(active: Callable[[], bool]) -> None:
@@ -37,7 +42,7 @@ def break_at_transformed_functions(active: Callable[[], bool]) -> None:
         return
 
     def apply_outside_of_transforms(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if active() and torch._C._functorch.peek_interpreter_stack() is not None:
+        if active() and in_function_transform():
             name = self.fn_cls.__name__
             unimplemented(
                 gb_type="autograd.Function inside a transform of torch.func",

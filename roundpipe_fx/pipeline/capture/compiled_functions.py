@@ -16,7 +16,7 @@ from torch import nn
 
 from roundpipe_fx.frontend.loss_mark import mark_loss
 from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph
-from roundpipe_fx.torch_private import is_graph_break, tree_map
+from roundpipe_fx.torch_private import in_function_transform, is_graph_break, tree_map
 
 
 def functions_of(model: nn.Module) -> dict[str, Callable[..., Any]]:
@@ -119,6 +119,8 @@ def call_explaining_breaks(model: nn.Module, call: Callable[..., T], /, *args: A
 
 def _find_causes(model: nn.Module, text: str) -> Iterator[str]:
     """Possible causes of the graph's end, and what to do; the most certain first."""
+    if in_function_transform():
+        yield "a transform of torch.func (vmap, grad, jvp) around the call: transform the original model, uncompiled."
     modules = [(name or "the model", module) for name, module in model.named_modules()]
     offloaded = [name for name, module in modules if hasattr(module, "_hf_hook")]
     if offloaded:
@@ -138,7 +140,7 @@ def _find_causes(model: nn.Module, text: str) -> Iterator[str]:
             "Python's random numbers: draw them before the call of the model, and pass tensors that depend on them "
             "(layer drop: set its probability to 0)."
         )
-    if re.search("[Nn]ested|jagged", text):
+    if re.search("[Nn]ested ?[Tt]ensor|jagged", text):
         yield "a jagged tensor: pass padded tensors and a mask, or values and offsets as separate tensors."
     if re.search("data-dependent|Data-dependent|Data dependent|item\\(\\)|aten.nonzero", text):
         yield (

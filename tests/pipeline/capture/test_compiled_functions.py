@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -91,3 +92,10 @@ def test_jagged_tensors() -> None:
     for call in (compiled, lambda x: compiled.forward_backward(x, loss_fn=lambda y: y.values().sum())):
         with pytest.raises(ValueError, match=r"jagged \(nested\) tensor cannot be split.*split_input"):
             call(x)
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad, torch.func.jacfwd])
+def test_transforms_around_the_model(transform: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    compiled = roundpipe_fx.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), devices=CPUS)
+    with pytest.raises(RuntimeError, match=rf"{NEEDED}.*: a transform of torch\.func"):
+        transform(lambda x: compiled(x).sum())(torch.randn(2, 4))
