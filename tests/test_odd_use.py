@@ -217,3 +217,11 @@ def test_unused_dropout_draws_too() -> None:
     reference = copy.deepcopy(model)
     expected = train_step(torch.compile(reference, backend="aot_eager"), reference, {"x": x})
     assert_bitwise(train_step(roundpipe_fx.compile(model, recompute="full"), model, {"x": x}), expected)
+
+
+def test_meta_device() -> None:
+    with torch.device("meta"):
+        model, x = linear_chain(), torch.randn(4, 4, requires_grad=True)
+    roundpipe_fx.compile(model, memory_budget=0.0)(x).sum().backward()
+    assert x.grad is not None
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -419,3 +420,30 @@ def test_calls_end_with_their_backward_whoever_else_holds_what_they_saved() -> N
     loss.backward()
     (step,) = steps
     assert step.events == ((F_, 0), (F_, 1), (R_, 1), (R_, 0), (B_, 1), (X_, 1), (B_, 0), (X_, 0))
+
+
+def test_threads_that_share_a_model_end_each_others_steps() -> None:
+    steps: list[NotedStep] = []
+    calls = StepCalls(lambda _, noted: steps.append(noted()))
+    graph = NotedGraph(name="g", footprint=CALL, outputs=1, parameters=frozenset(), differentiated=frozenset({0}))
+    evaluated = replace(graph, training=False)
+    forward = calls.forward(lambda arguments: (arguments[0] + 1, arguments[0].exp()), graph)
+
+    def backward_of_other(arguments: list[Any]) -> tuple[Any, ...]:
+        arguments.clear()  # nothing holds its saved value any more
+        calls.backward(lambda arguments: (arguments.clear(),), graph)([other.pop()])
+        return (None,)
+
+    x = torch.ones(3)
+    saved, other = [forward([x])[1]], [forward([x])[1]]
+    calls.backward(backward_of_other, graph)([saved.pop()])
+    (step,) = steps
+    assert step.events == ((F_, 0), (F_, 1), (B_, 0), (X_, 0), (B_, 1), (X_, 1))
+
+    def backward_meanwhile(arguments: list[Any]) -> tuple[Any, ...]:
+        calls.backward(lambda arguments: (arguments.clear(),), graph)([other.pop()])
+        return (x.exp(),)
+
+    other.append(forward([x])[1])
+    calls.forward(backward_meanwhile, evaluated)([x])
+    assert [len(step.calls) for step in steps] == [2, 2]

@@ -70,7 +70,10 @@ def _streams(program: Program) -> NoStreams | AcceleratorStreams:
     graph = program.module.graph
     events = graph.find_nodes(op="call_function", target=torch.ops.streams.record_event.default)
     values = (node.meta.get("val") for node in graph.nodes if node.op == "placeholder")
-    devices = {value.device for value in values if isinstance(value, torch.Tensor) and value.device.type != "cpu"}
+    devices = {value.device for value in values if isinstance(value, torch.Tensor)} - _WITHOUT_STREAMS
     if not devices:
         return NoStreams()
     return AcceleratorStreams(min(devices, key=str), len(events))
+
+
+_WITHOUT_STREAMS = {torch.device("cpu"), torch.device("meta")}

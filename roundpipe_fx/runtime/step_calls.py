@@ -102,13 +102,14 @@ class StepCalls:
                 # A step is over if all its calls are; that is noticed when the next call begins.
                 self.report()
                 number = self._begin(graph, inputs, arguments)
+                step = self._calls
             if number is None:
                 return run(arguments)
             try:
                 results = run(arguments)
             except BaseException:
                 with self._lock:
-                    self._calls[number].over = True
+                    step[number].over = True
                 raise
             outputs = tuple(map(_storage, results[: graph.outputs]))
             # The token is the storage whose life stands for the call's: a saved value if there is one, else an output.
@@ -120,7 +121,7 @@ class StepCalls:
                 position = next(iter((*kept, *mine)), -1)
             token = results[position].untyped_storage() if position >= 0 else None
             with self._lock:
-                self._ran(number, outputs, token, token is not None and token._cdata in outputs)
+                self._ran(step, number, outputs, token, token is not None and token._cdata in outputs)
             return results
 
         call._boxed_call = True  # type: ignore[attr-defined]
@@ -134,6 +135,7 @@ class StepCalls:
                 # The latest call of this graph whose token is among the arguments: several calls of one graph may wait
                 # for their backwards.
                 number = self._call_of(graph, arguments)
+                step = self._calls
                 if self._calls and not self._is_backward:
                     self._is_backward = True
                     self._on_backward(self._expected)
@@ -143,7 +145,7 @@ class StepCalls:
             results = run(arguments)
             with self._lock:
                 if number is not None:
-                    self._went_back(number, retained)
+                    self._went_back(step, number, retained)
                 self._finish()
             return results
 
@@ -174,13 +176,15 @@ class StepCalls:
         self._events.append((NotedEvent.FORWARD, number))
         return number
 
-    def _ran(self, number: int, outputs: tuple[int, ...], token: Any, returned: bool) -> None:
-        call = self._calls[number]
+    # Threads that share the model may begin another step while a program runs, so the two below are given theirs.
+
+    def _ran(self, step: list[_Call], number: int, outputs: tuple[int, ...], token: Any, returned: bool) -> None:
+        call = step[number]
         call.outputs, call.returned = outputs, returned
         if token is None:
             call.over = True  # it holds nothing
             return
-        call.token = weakref.ref(token, functools.partial(_token_freed, self, self._calls, number))
+        call.token = weakref.ref(token, functools.partial(_token_freed, self, step, number))
 
     def _token_freed(self, step: list[_Call], number: int) -> None:
         # Called wherever the last reference dies: in the backward, in a garbage collection, in another thread.
@@ -204,8 +208,10 @@ class StepCalls:
                     return number
         return None
 
-    def _went_back(self, number: int, retained: bool) -> None:
-        call = self._calls[number]
+    def _went_back(self, step: list[_Call], number: int, retained: bool) -> None:
+        if step is not self._calls:
+            return
+        call = step[number]
         # Autograd has freed the saved values when the program returns, unless the graph is retained.
         kept = retained or (not torch_private.in_backward() and not call.returned)
         # Others may free it later: threads of gloo hold what they communicate, and ranks would observe different steps.
