@@ -23,6 +23,7 @@ from roundpipe_fx.command_line.model_of import CommandError
 from roundpipe_fx.command_line.quantized_base import KINDS
 
 _LOGGER = logging.getLogger(__name__)
+_PACKAGE = Path(__file__).parent.parent
 _MODEL = "a Hugging Face configuration (folder or name), or module:function"
 
 
@@ -41,12 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text, data = run(asked)
     except InfeasibleBudgetError as error:
         return _failed(error, 1)
-    except (CommandError, ValueError, TypeError, OSError) as error:
+    except (CommandError, OSError) as error:
         return _failed(error, 2)
-    except Exception as error:  # mostly the model's own, as it runs
-        _LOGGER.debug("The command failed:", exc_info=True)
-        # The innermost frame, nearly always in the model's code, says where to look.
+    except Exception as error:
+        # The innermost frame says where to look: nearly always in the model's code, which may raise any exception.
         *_, frame = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, ValueError | TypeError) and Path(frame.filename).is_relative_to(_PACKAGE):
+            return _failed(error, 2)
+        _LOGGER.debug("The command failed:", exc_info=True)
         where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
         message = f"{type(error).__name__}: {error} ({where}); TORCH_LOGS=+roundpipe_fx prints the traceback"
         return _failed(message, 2)

@@ -38,3 +38,8 @@ def broken() -> nn.Module:
     """A function with a mistake."""
     parts: dict[str, nn.Module] = {}
     return parts["no such part"]
+
+
+def refusing() -> nn.Module:
+    """A function that refuses its own settings."""
+    raise ValueError("the width must be even")

@@ -238,6 +238,9 @@ def test_an_error_of_the_model_is_one_line_that_says_where(capsys: pytest.Captur
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search(r"KeyError: 'no such part' \(models\.py:\d+\)", error)
     assert "TORCH_LOGS=+roundpipe_fx" in error
+    assert main(["plan", "tests.command_line.models:refusing"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(r"ValueError: the width must be even \(models\.py:\d+\)", error)
 
 
 @pytest.mark.long
