@@ -8,6 +8,7 @@ recovered by running the function once more on fake tensors, so that nothing is 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,7 +83,9 @@ def _raised_on_fakes(
     def fake(value: Any) -> Any:
         return fakes.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
-    with _replaced(modules, fake), torch.compiler.set_stance("force_eager"):
+    # What the run on fakes logs is no news: the user gets the exception, or Dynamo's.
+    silent = _silenced(FakeTensorMode.__module__)
+    with silent, _replaced(modules, fake), torch.compiler.set_stance("force_eager"):
         args, kwargs = tree_map(fake, (args, kwargs))
         try:
             with fakes:
@@ -97,6 +100,17 @@ def _raised_on_fakes(
 
 _OF_FAKES = "FakeTensor"
 """Occurs in errors of functions that do not accept fake tensors, such as ``torch.zeros`` for a size."""
+
+
+@contextlib.contextmanager
+def _silenced(name: str) -> Iterator[None]:
+    """Context manager in which a logger logs nothing."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextlib.contextmanager

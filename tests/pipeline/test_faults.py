@@ -514,3 +514,24 @@ def test_an_exception_that_only_tracing_raises_is_that_of_tracing() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported, match="needs the model in one graph") as raised:
         compiled(torch.randn(4, 2))
     assert "only while it is traced" in str(raised.value)
+
+
+class _BreakingAndFailingOnFakes(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        if not torch.compiler.is_compiling():
+            x = x @ x  # as an operator whose fake implementation accepts less than its kernel
+        return super().forward(x)
+
+
+def test_what_fails_on_fakes_is_not_logged() -> None:
+    logger, records = logging.getLogger("torch._subclasses.fake_tensor"), []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="needs the model in one graph"):
+            roundpipe_fx.compile(_BreakingAndFailingOnFakes(2, 2), devices=CPUS)(torch.randn(4, 2))
+    finally:
+        logger.removeHandler(handler)
+    assert not records

@@ -140,6 +140,11 @@ def _find_causes(model: nn.Module, text: str) -> Iterator[str]:
             "Python's random numbers: draw them before the call of the model, and pass tensors that depend on them "
             "(layer drop: set its probability to 0)."
         )
+    if re.search(r"enter an? `R?[Ll]ock` context manager", text):
+        yield (
+            "a lock, under which the first call of a model makes what later calls find (Hugging Face's hooks for "
+            "output_router_logits, output_hidden_states and the like): call the model once before it is compiled."
+        )
     if re.search("[Nn]ested ?[Tt]ensor|jagged", text):
         yield "a jagged tensor: pass padded tensors and a mask, or values and offsets as separate tensors."
     if re.search("data-dependent|Data-dependent|Data dependent|item\\(\\)|aten.nonzero", text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,18 @@ class _Breaking(nn.Linear):
         return super().forward(x)
 
 
+class _LockingFirst(nn.Linear):
+    """Registers a hook in its first call, as models of Hugging Face do that return what their layers compute."""
+
+    lock, is_hooked = threading.Lock(), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_hooked:
+            with self.lock:
+                self.is_hooked = True
+        return super().forward(x)
+
+
 def _hooked() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     model[0].register_full_backward_hook(lambda module, given, gradients: None)
@@ -61,6 +74,7 @@ def _dispatched() -> nn.Module:
         (lambda: _Reading(4, 4), "reads a number from a tensor"),
         (lambda: _Breaking(4, 4), "what the text of this error names"),
         (_hooked, "backward hooks of '0'"),
+        (lambda: _LockingFirst(4, 4), "a lock, under which the first call"),
         (_dispatched, "accelerate's hooks, as of 'the model', '0'"),
     ],
 )
@@ -83,6 +97,12 @@ def test_hooks_that_a_pipeline_runs() -> None:
     model[0].weight.register_hook(lambda _: seen.append("parameter"))
     roundpipe_fx.compile(model, devices=CPUS, num_microbatches=2)(x).sum().backward()
     assert sorted(seen) == ["model", "parameter"]
+
+
+def test_a_first_call_before_compilation_takes_the_lock() -> None:
+    model, x = _LockingFirst(4, 4), torch.randn(4, 4)
+    expected = model(x)
+    torch.testing.assert_close(roundpipe_fx.compile(model, devices=CPUS, num_microbatches=2)(x), expected)
 
 
 def test_jagged_tensors() -> None:
