@@ -23,9 +23,9 @@ from roundpipe_fx.torch_private import PassedThrough
 _AUTO_SLACK = 1.1
 """Times the least, of the slowest stage's seconds or of what is compiled, that fewer stages may need."""
 
-_NODES_OF_A_STAGE = 20
-"""Nodes that take about as long to compile as another stage does with the same nodes: what would be one kernel on both
-sides of its ends is two. Seven stages of a ResNet have 41 kernels of 705 nodes, one stage 34 of 756."""
+_NODES_OF_A_STAGE = 5
+"""Nodes that take at most as long to compile as another stage does with the same nodes: what would be one kernel on
+both sides of its ends is two. Seven stages of a ResNet have 41 kernels of 705 nodes, one stage 34 of 756."""
 
 
 class InvalidStageError(PassedThrough, ValueError):
