@@ -14,7 +14,7 @@ import torch
 
 import roundpipe_fx
 from benchmarks.side_by_side import build, cases, fresh, report, step
-from roundpipe_fx.api import compilation
+from roundpipe_fx.api import on_one_device
 
 
 def main() -> None:
@@ -30,8 +30,8 @@ def main() -> None:
 
         return run
 
-    compilation.lower = timed(compilation.lower)
-    compilation._OnOneDevice._load = timed(compilation._OnOneDevice._load)  # type: ignore[method-assign]
+    on_one_device.lower = timed(on_one_device.lower)
+    on_one_device.OnOneDevice._load = timed(on_one_device.OnOneDevice._load)  # type: ignore[method-assign]
     rows = []
     first = cases(layers=2, width=32, batch=2, length=16)[0]
     warm = build(first)

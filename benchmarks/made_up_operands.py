@@ -31,7 +31,7 @@ from benchmarks.fuzz.program import write_program
 from benchmarks.fuzz.references import module_of
 from benchmarks.small_models import TASKS, architectures, small_batch, small_model
 from roundpipe_fx.analysis.cost import measured, operand_rules, probe, real_layout, synthetic
-from roundpipe_fx.api import compilation
+from roundpipe_fx.api import on_one_device
 from roundpipe_fx.ir.joint_graph import Mark
 
 __all__ = ["Watch", "architecture_cases", "pool_cases"]
@@ -58,16 +58,16 @@ class Watch:
         self.graphs = 0
 
     def __enter__(self) -> Watch:
-        self._run, self._lower = synthetic.run_alone, compilation.lower
+        self._run, self._lower = synthetic.run_alone, on_one_device.lower
         for module in (probe, real_layout, measured):
             module.run_alone = self._ran  # type: ignore[attr-defined]
-        compilation.lower = self._lowered
+        on_one_device.lower = self._lowered
         return self
 
     def __exit__(self, *_: object) -> None:
         for module in (probe, real_layout, measured):
             module.run_alone = self._run  # type: ignore[attr-defined]
-        compilation.lower = self._lower
+        on_one_device.lower = self._lower
 
     def _ran(self, target: Any, args: Any, kwargs: Any) -> Any:
         self.ran[str(target)] += 1

@@ -30,7 +30,7 @@ from torch import nn
 import roundpipe_fx
 from benchmarks.models import llama_8b
 from benchmarks.side_by_side import build, cases, fresh, report
-from roundpipe_fx.api import compilation
+from roundpipe_fx.api import on_one_device
 from roundpipe_fx.compiler import operations_in_tiles
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes import pipeline
@@ -65,7 +65,7 @@ class _Spent:
 def main() -> None:
     os.environ["ROUNDPIPE_FX_PLAN_CACHE"] = "0"
     spent = _Spent()
-    compilation.lower = spent.timed("lower", compilation.lower)
+    on_one_device.lower = spent.timed("lower", on_one_device.lower)
     operations_in_tiles.read_operations = spent.timed("planning", operations_in_tiles.read_operations)
     within_budget.choose = spent.timed("planning", within_budget.choose)
     pipeline.mark_workspaces = spent.timed("planning", pipeline.mark_workspaces)
@@ -118,7 +118,7 @@ def print_lowering_seconds(name: str) -> None:
     """Run in a process of its own."""
     torch.set_num_threads(1)
     seconds: list[float] = []
-    lowering = compilation.lower
+    lowering = on_one_device.lower
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         gc.collect()
@@ -127,7 +127,7 @@ def print_lowering_seconds(name: str) -> None:
         seconds.append(time.process_time() - start)
         return lowered
 
-    compilation.lower = timed
+    on_one_device.lower = timed
     model, batch = _case(name, 12)
     roundpipe_fx.compile(model, memory_budget=0.3, fullgraph=True).trace(**batch)
     print(sum(seconds))

@@ -34,7 +34,7 @@ import roundpipe_fx
 from benchmarks.models import llama_8b
 from benchmarks.side_by_side import checkpoint_blocks, console, fresh, paired, rates_of, report, seconds_of
 from benchmarks.tiling_by_hand import WAYS, Head, tile_mlps
-from roundpipe_fx.api import compilation
+from roundpipe_fx.api import on_one_device
 
 _VOCABULARY = 32_768
 _WIDTH = 256
@@ -295,7 +295,7 @@ def ours_at(model: nn.Module, batch: dict[str, Any], budget: int) -> tuple[Measu
 def planning_seconds(model: nn.Module, batch: dict[str, Any], budget: int) -> float:
     """CPU seconds of lowering for a budget."""
     spent = 0.0
-    lower = compilation.lower
+    lower = on_one_device.lower
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         nonlocal spent
@@ -307,11 +307,11 @@ def planning_seconds(model: nn.Module, batch: dict[str, Any], budget: int) -> fl
 
     torch._dynamo.reset()
     gc.collect()
-    compilation.lower = timed
+    on_one_device.lower = timed
     try:
         roundpipe_fx.compile(model, memory_budget=budget, fullgraph=True).trace(**batch)
     finally:
-        compilation.lower = lower
+        on_one_device.lower = lower
     return spent
 
 

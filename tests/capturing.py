@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.api import compilation
+from roundpipe_fx.api import on_one_device
 from roundpipe_fx.api.backend import make_backend
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options
@@ -27,8 +27,8 @@ def capture_joint(run: Callable[..., Any], *args: Any, **kwargs: Any) -> JointGr
         found.append(joint)
         raise Captured
 
-    original = compilation.lower
-    compilation.lower = stop  # type: ignore[assignment]
+    original = on_one_device.lower
+    on_one_device.lower = stop  # type: ignore[assignment]
     try:
         backend = make_backend(Options(), lambda plan: None)
         torch.compile(run, backend=backend, fullgraph=True)(*args, **kwargs)
@@ -36,7 +36,7 @@ def capture_joint(run: Callable[..., Any], *args: Any, **kwargs: Any) -> JointGr
         if not found:
             raise
     finally:
-        compilation.lower = original
+        on_one_device.lower = original
         torch._dynamo.reset()
     return found[0]
 
