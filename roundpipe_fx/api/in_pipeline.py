@@ -33,6 +33,7 @@ from roundpipe_fx.planner.lower_pipeline import lower_pipeline
 from roundpipe_fx.report.pipeline_plan import plan_of_pipeline
 from roundpipe_fx.runtime.bridge import make_pipelined_forward
 from roundpipe_fx.runtime.stage_compiler import Boxed
+from roundpipe_fx.schedules import Timing
 
 
 @dataclass(kw_only=True)
@@ -69,12 +70,17 @@ class InPipeline(GraphCompilation):
     def _observe_outputs(self, pipeline: LoweredPipeline) -> OutputObservers:
         """The callbacks for what the caller does with the outputs of a pipeline's calls."""
         lowered = pipeline.main.lowered
+
+        @functools.cache
+        def predict() -> Timing:
+            return pipeline.predict(self.pipelining.microbatches)
+
         planned = PlannedOutputs(
             joint=lowered.joint,
             calls=self.pipelining.microbatches,
             budget=pipeline.budget,
-            read_tight=lambda: lowered.is_tight or bool(self.plan.pipeline and self.plan.pipeline.sent_bytes),
-            read_peak=lambda: self.plan.peak_bytes,
+            read_tight=lambda: lowered.is_tight or bool(predict().offloads),
+            read_peak=lambda: max(predict().peak_bytes),
         )
         return OutputObservers(
             read=functools.partial(self.outputs.see_read, planned),

@@ -40,5 +40,5 @@ DUALPIPEV = ScheduleSpec(
     dualpipev,
     stages_per_device=2,
     splits_backward=True,
-    about="DualPipeV: forwards of one half of the model between backwards of the other, on the stages of ZB-V",
+    about="DualPipeV: alternates forwards of one half of the model with backwards of the other, on the stages of ZB-V",
 )

@@ -1,4 +1,4 @@
-"""1F1B: as few microbatches in flight as keep all devices busy.
+"""1F1B: the fewest microbatches in flight that keep all devices busy.
 
 Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", 2019, in the flushing form of
 "Memory-efficient pipeline-parallel DNN training", 2021. With equal stages its bubble is that of GPipe, but device d
@@ -42,5 +42,5 @@ ONE_F_ONE_B = ScheduleSpec(
     one_f_one_b,
     updates_across_stages=True,
     takes_pieces=True,
-    about="as few microbatches in flight as keep all devices busy",
+    about="the fewest microbatches in flight that keep all devices busy",
 )

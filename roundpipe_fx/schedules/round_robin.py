@@ -125,5 +125,5 @@ ROUNDPIPE = ScheduleSpec(
     "roundpipe",
     _build,
     dispatches=True,
-    about="stages are dispatched to a pool of devices in turn; several devices share a heavy one",
+    about="stages are dispatched to a pool of devices in turn; several devices share a heavy stage",
 )

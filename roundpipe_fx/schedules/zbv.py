@@ -41,5 +41,6 @@ ZBV = ScheduleSpec(
     zbv,
     stages_per_device=2,
     splits_backward=True,
-    about="ZB-V: two stages a device, down the devices and back up; next to no bubble, with the memory of 1F1B",
+    about="ZB-V: two stages per device, assigned down the devices and back up; almost no bubble, with the memory of "
+    "1F1B",
 )

@@ -51,5 +51,5 @@ ZERO_BUBBLE = ScheduleSpec(
     zero_bubble,
     splits_backward=True,
     updates_across_stages=True,
-    about="ZB-H1: gradients of parameters, on which nothing waits, fill the bubbles",
+    about="ZB-H1: gradients of parameters, for which nothing waits, fill the bubbles",
 )
