@@ -24,8 +24,7 @@ _AUTO_SLACK = 1.1
 """Times the least, of the slowest stage's seconds or of what is compiled, that fewer stages may need."""
 
 _NODES_OF_A_STAGE = 5
-"""Nodes that take at most as long to compile as another stage does with the same nodes: what would be one kernel on
-both sides of its ends is two. Seven stages of a ResNet have 41 kernels of 705 nodes, one stage 34 of 756."""
+"""A stage costs the compiler as much as so many nodes: what would be one kernel on both sides of its end is two."""
 
 
 class InvalidStageError(PassedThrough, ValueError):
@@ -124,7 +123,7 @@ def starts_between_repeats(names: Sequence[str], sizes: Sequence[int]) -> list[i
 
 
 def _compiled_nodes(names: Sequence[str], sizes: Sequence[int], starts: Sequence[int]) -> int:
-    """Nodes of the distinct stages, and what each takes besides."""
+    """Nodes of the distinct stages, and those that each costs as a stage."""
     ends = [*starts[1:], len(names)]
     distinct = {tuple(names[start:end]): sum(sizes[start:end]) for start, end in zip(starts, ends, strict=True)}
     return sum(distinct.values()) + _NODES_OF_A_STAGE * len(distinct)

@@ -22,6 +22,7 @@ from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.text import joint_text
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.pipelined_graph import (
+    UNOBSERVED,
     OutputObservers,
     PipelinedGraph,
     StepObservers,
@@ -69,6 +70,8 @@ class InPipeline(GraphCompilation):
 
     def _observe_outputs(self, pipeline: LoweredPipeline) -> OutputObservers:
         """The callbacks for what the caller does with the outputs of a pipeline's calls."""
+        if not self._may_leave_unread or self.options.outputs == "held":
+            return UNOBSERVED
         lowered = pipeline.main.lowered
 
         @functools.cache

@@ -1,4 +1,4 @@
-"""Where overlap pays: recomputation beside the gradient before it, if kernels of either do not fill the device.
+"""Overlap: recomputation beside the gradient before it, if kernels of either do not fill the device.
 
 A kernel counts as filling the device if its result has at least ``full`` elements. If kernels that do not take half of
 the modelled seconds of either part, the recomputation runs on a second stream::

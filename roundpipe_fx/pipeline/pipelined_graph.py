@@ -127,7 +127,7 @@ class OutputObservers(NamedTuple):
     dropped: Callable[[frozenset[int]], None]
 
 
-_UNOBSERVED = OutputObservers(read=lambda _: None, dropped=lambda _: None)
+UNOBSERVED = OutputObservers(read=lambda _: None, dropped=lambda _: None)
 
 
 def compile_pipelined_graph(
@@ -135,7 +135,7 @@ def compile_pipelined_graph(
     differentiated: Sequence[int],
     loss_reduction: str,
     seen: StepObservers | None = None,
-    outputs: OutputObservers = _UNOBSERVED,
+    outputs: OutputObservers = UNOBSERVED,
 ) -> PipelinedGraph:
     """Compile the stage modules of a lowered pipeline.
 

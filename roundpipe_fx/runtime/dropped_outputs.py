@@ -13,14 +13,12 @@ storage, or, where the backward reads it, by more than the list of the backward'
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from roundpipe_fx.runtime.compiled_loops import Boxed
-from roundpipe_fx.runtime.unread_outputs import UnreadTensor
 from roundpipe_fx.torch_private import StorageReference, count_sharing, graph_is_kept, is_sole_reference
 
 _MANY = 64
@@ -81,34 +79,16 @@ class DroppedOutputs:
         return call
 
 
-Reference = StorageReference | weakref.ref[torch.Tensor]
-"""Refers to an output without holding it."""
-
-
-def make_reference(output: torch.Tensor) -> Reference:
-    """Refer to an output: to its memory, which views of it have too, if it has any."""
-    if isinstance(output, UnreadTensor) or output.layout is not torch.strided:
-        return weakref.ref(output)
-    return StorageReference(output.untyped_storage())
-
-
-def is_held(reference: Reference, saved: Iterable[Any]) -> bool:
-    """Test for an output that somebody still refers to.
+def is_held(reference: StorageReference, saved: Iterable[torch.Tensor]) -> bool:
+    """Test for an output whose memory somebody still refers to.
 
     Args:
-        saved: values that the backward reads, which may have its memory.
+        reference: the output's memory.
+        saved: strided tensors that the backward reads, which may have the same memory.
     """
-    if isinstance(reference, weakref.ref):
-        return reference() is not None
     if reference.expired():
         return False
-    sharing = {
-        id(value): value
-        for value in saved
-        if isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
-        and value.untyped_storage()._cdata == reference.cdata
-    }
+    sharing = {id(value): value for value in saved if value.untyped_storage()._cdata == reference.cdata}
     return not sharing or count_sharing(next(iter(sharing.values()))) > len(sharing)
 
 

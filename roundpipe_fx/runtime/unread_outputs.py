@@ -65,10 +65,20 @@ class UnreadOutputs:
         returned = list(results)
         for position, output in self._outputs.items():
             operands = [returned[position], *inputs[position]]
-            value = _Value(output, operands, functools.partial(self._see, position))
+            value = _Value(output, operands, position, functools.partial(self._see, position))
             self._values.add(value)
             returned[position] = _make_unread(value.like, output.value.device, value.read)
         return returned
+
+    @property
+    def positions(self) -> frozenset[int]:
+        """Numbers of the outputs."""
+        return frozenset(self._outputs)
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Numbers of the outputs that callers still hold, of any call."""
+        return frozenset(value.position for value in self._values)
 
     def compute_held(self) -> None:
         """Compute the outputs that callers still hold."""
@@ -92,14 +102,15 @@ class _Value:
     Args:
         output: says how.
         operands: of its module.
+        position: its number among the outputs.
         see: called when somebody reads it.
 
     Attributes:
         like: a tensor without numbers, of its shape, strides and dtype.
     """
 
-    def __init__(self, output: UnreadOutput, operands: Sequence[Any], see: Callable[[], None]) -> None:
-        self._output, self._operands, self._see = output, operands, see
+    def __init__(self, output: UnreadOutput, operands: Sequence[Any], position: int, see: Callable[[], None]) -> None:
+        self._output, self._operands, self.position, self._see = output, operands, position, see
         self._versions = _versions(operands)
         self._computed: torch.Tensor | None = None
         self.like = _like(output, operands)

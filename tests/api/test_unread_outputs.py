@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.budget import InfeasibleBudgetError
@@ -21,47 +20,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.planner import lower
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning
 from tests.long import long_but
-
-_WORDS, _TOKENS, _WIDTH = 4096, 256, 32
-_SCORES = 4 * _WORDS * _TOKENS
-
-
-class _Head(nn.Module):
-    """A few layers, and a loss over many classes, whose scores are returned too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(3)))
-        self.head = nn.Linear(_WIDTH, _WORDS)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = 30 * torch.tanh(self.head(self.layers(x)) / 30)
-        return F.cross_entropy(scores, y), scores
-
-
-def _made() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    return _Head(), torch.randn(_TOKENS, _WIDTH), torch.randint(_WORDS, (_TOKENS,))
-
-
-def _drop(model: Any, *batch: Any, **named: Any) -> None:
-    model(*batch, **named)[0].backward()
-
-
-def _peak(step: Callable[..., Any], own: nn.Module, *call: Any, **named: Any) -> int:
-    own.zero_grad(set_to_none=True)
-    with roundpipe_fx.measure_peak("cpu") as peak:
-        step(*call, **named)
-    return peak.bytes
-
-
-def _least(own: nn.Module, *batch: Any, **options: Any) -> int:
-    """The least budget that the error names."""
-    named = batch[0] if isinstance(batch[0], dict) else {}
-    with pytest.raises(InfeasibleBudgetError) as refused:
-        roundpipe_fx.compile(own, memory_budget=1, **options)(*(() if named else batch), **named)
-    return refused.value.minimum
-
+from tests.scoring_heads import SCORES, TOKENS, WORDS, ScoringHead, drop, least_budget, make_head, measure
 
 _LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0},
@@ -81,12 +40,12 @@ def test_the_least_budget_falls_by_the_scores(name: str) -> None:
     tokens = torch.randint(words, shape)
     batch = {"input_ids": tokens, "labels": tokens}
     scores = 4 * tokens.numel() * words
-    least = {outputs: _least(own, batch, outputs=outputs) for outputs in ("held", "dropped", "auto")}
+    least = {outputs: least_budget(own, batch, outputs=outputs) for outputs in ("held", "dropped", "auto")}
     assert least["held"] - least["auto"] == scores
     assert least["dropped"] > least["auto"] + scores // 4
     model = roundpipe_fx.compile(own, memory_budget=least["auto"])
     for _ in range(2):
-        assert _peak(lambda: model(**batch).loss.backward(), own) == model.plan.peak_bytes == least["auto"]
+        assert measure(lambda: model(**batch).loss.backward(), own) == model.plan.peak_bytes == least["auto"]
     assert model.plan.unread_bytes == model.plan.dropped_bytes == scores
     assert f"drops {scores / 2**20:.1f} MiB of outputs before the backward begins, {scores / 2**20:.1f}" in str(
         model.plan
@@ -96,11 +55,11 @@ def test_the_least_budget_falls_by_the_scores(name: str) -> None:
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_gradients_are_those_of_eager(compiler: Any) -> None:
-    own, *batch = _made()
-    _drop(own, *batch)
+    own, *batch = make_head()
+    drop(own, *batch)
     expected = [parameter.grad for parameter in own.parameters()]
     own.zero_grad()
-    _drop(roundpipe_fx.compile(own, outputs="unread", stage_compiler=compiler), *batch)
+    drop(roundpipe_fx.compile(own, outputs="unread", stage_compiler=compiler), *batch)
     for parameter, gradient in zip(own.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0 if compiler == "eager" else 1e-7)
 
@@ -132,12 +91,12 @@ _READ: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", _READ)
 def test_outputs_that_are_read_are_those_of_eager(name: str) -> None:
-    own, *batch = _made()
+    own, *batch = make_head()
     own.requires_grad_()
     expected = _READ[name](own(*batch)[1].detach() if name in ("text", "copy", "saved") else own(*batch)[1])
     model = roundpipe_fx.compile(own, outputs="unread")
     loss, scores = model(*batch)
-    assert model.plan.unread_bytes == _SCORES
+    assert model.plan.unread_bytes == SCORES
     read = _READ[name](scores.detach() if name in ("text", "copy", "saved") else scores)
     if isinstance(expected, (torch.Tensor, list, float)):
         torch.testing.assert_close(torch.as_tensor(read), torch.as_tensor(expected), rtol=0, atol=0)
@@ -154,29 +113,29 @@ def _in_place(scores: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_conversion_that_is_written_keeps_what_was_written() -> None:
-    own, *batch = _made()
+    own, *batch = make_head()
     _, scores = roundpipe_fx.compile(own, outputs="unread")(*batch)
     assert torch.equal(_in_place(scores), _in_place(own(*batch)[1]))
 
 
 def test_looking_at_sizes_and_conversions_read_nothing() -> None:
-    own, *batch = _made()
+    own, *batch = make_head()
     model = roundpipe_fx.compile(own, outputs="unread", memory_budget="3MiB")
 
     def step() -> None:
         loss, scores = model(*batch)
-        assert scores.shape == (_TOKENS, _WORDS) and scores.requires_grad and scores.dtype is torch.float32
+        assert scores.shape == (TOKENS, WORDS) and scores.requires_grad and scores.dtype is torch.float32
         assert scores.detach().double().dtype is torch.float64
         del scores
         loss.backward()
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", StepBudgetWarning)
-        assert _peak(step, own) == model.plan.peak_bytes < _SCORES
+        assert measure(step, own) == model.plan.peak_bytes < SCORES
 
 
 def test_gradients_of_a_loss_of_outputs_that_are_read() -> None:
-    own, *batch = _made()
+    own, *batch = make_head()
 
     def step(model: Any) -> list[Any]:
         own.zero_grad()
@@ -192,8 +151,8 @@ def test_gradients_of_a_loss_of_outputs_that_are_read() -> None:
 
 def test_outputs_are_dropped_where_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it cannot be, no plan is searched for in which they are dropped but have been read."""
-    own, *batch = _made()
-    least, searched = _least(own, *batch, outputs="dropped"), []
+    own, *batch = make_head()
+    least, searched = least_budget(own, *batch, outputs="dropped"), []
     search = lower._search_programs
 
     def count(joint: JointGraph, *args: Any) -> Any:
@@ -212,11 +171,11 @@ def test_outputs_are_dropped_where_that_is_enough(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_caller_that_reads_is_planned_for() -> None:
-    own, *batch = _made()
-    budget = _least(own, *batch, outputs="dropped") - 1
+    own, *batch = make_head()
+    budget = least_budget(own, *batch, outputs="dropped") - 1
     model = roundpipe_fx.compile(own, memory_budget=budget)
-    _drop(model, *batch)
-    assert model.plan.unread_bytes == _SCORES
+    drop(model, *batch)
+    assert model.plan.unread_bytes == SCORES
 
     def read(model: Any) -> None:
         loss, scores = model(*batch)
@@ -224,34 +183,34 @@ def test_a_caller_that_reads_is_planned_for() -> None:
         del scores
         loss.backward()
 
-    with pytest.warns(StepBudgetWarning, match=f"reads an output of {_SCORES} bytes .* The next step is planned"):
+    with pytest.warns(StepBudgetWarning, match=f"reads an output of {SCORES} bytes .* The next step is planned"):
         read(model)
-    with pytest.raises(InfeasibleBudgetError, match=f"The caller reads {_SCORES} bytes"):
+    with pytest.raises(InfeasibleBudgetError, match=f"The caller reads {SCORES} bytes"):
         read(model)
-    roomy = roundpipe_fx.compile(own, memory_budget=budget + _SCORES)
+    roomy = roundpipe_fx.compile(own, memory_budget=budget + SCORES)
     for _ in range(3):
-        measured = _peak(read, own, roomy)
-    assert measured <= roomy.plan.peak_bytes <= budget + _SCORES
+        measured = measure(read, own, roomy)
+    assert measured <= roomy.plan.peak_bytes <= budget + SCORES
     assert roomy.plan.unread_bytes == 0
 
 
 def test_a_caller_that_holds_is_planned_for() -> None:
-    own, *batch = _made()
+    own, *batch = make_head()
     expected = own(*batch)[1]
-    budget = _least(own, *batch, outputs="dropped") - 1
+    budget = least_budget(own, *batch, outputs="dropped") - 1
     model = roundpipe_fx.compile(own, memory_budget=budget)
     loss, scores = model(*batch)
-    with pytest.warns(StepBudgetWarning, match=f"holds {_SCORES} bytes"):
+    with pytest.warns(StepBudgetWarning, match=f"holds {SCORES} bytes"):
         loss.backward()
     with torch.no_grad():
         own.head.weight.zero_()
     torch.testing.assert_close(scores, expected, rtol=0, atol=0)
-    with pytest.raises(InfeasibleBudgetError, match=f"The caller holds {_SCORES} bytes"):
-        _drop(model, *batch)
+    with pytest.raises(InfeasibleBudgetError, match=f"The caller holds {SCORES} bytes"):
+        drop(model, *batch)
 
 
 def test_outputs_that_are_held_while_a_graph_is_kept_are_computed_in_time() -> None:
-    own, *batch = _made()
+    own, *batch = make_head()
     expected = own(*batch)[1]
     loss, scores = roundpipe_fx.compile(own, outputs="unread")(*batch)
     loss.backward(retain_graph=True)
@@ -261,7 +220,7 @@ def test_outputs_that_are_held_while_a_graph_is_kept_are_computed_in_time() -> N
 
 
 def test_outputs_whose_weights_have_changed_cannot_be_read() -> None:
-    own, *batch = _made()
+    own, *batch = make_head()
     loss, scores = roundpipe_fx.compile(own, outputs="unread")(*batch)
     with torch.no_grad():
         own.head.weight.zero_()
@@ -271,32 +230,32 @@ def test_outputs_whose_weights_have_changed_cannot_be_read() -> None:
 
 
 def test_a_step_that_drops_is_planned_without_scores() -> None:
-    own, *batch = _made()
-    budget = _least(own, *batch, outputs="held") + _SCORES // 8
+    own, *batch = make_head()
+    budget = least_budget(own, *batch, outputs="held") + SCORES // 8
     model = roundpipe_fx.compile(own, memory_budget=budget)
     for _ in range(2):
-        assert _peak(_drop, own, model, *batch) <= budget
+        assert measure(drop, own, model, *batch) <= budget
     first, second = model.plans
     assert first.dropped_bytes == first.unread_bytes == 0
-    assert second.dropped_bytes == second.unread_bytes == _SCORES
+    assert second.dropped_bytes == second.unread_bytes == SCORES
     assert second.tiles[0].tiles < first.tiles[0].tiles
 
 
 def test_behind_torch_compile_the_option_says_it() -> None:
-    own, *batch = _made()
-    options = {"memory_budget": _least(own, *batch, outputs="unread"), "outputs": "unread"}
+    own, *batch = make_head()
+    options = {"memory_budget": least_budget(own, *batch, outputs="unread"), "outputs": "unread"}
     torch._dynamo.reset()
     compiled = torch.compile(own, backend="roundpipe_fx", options=options)
-    assert _peak(_drop, own, compiled, *batch) == options["memory_budget"] < _SCORES
+    assert measure(drop, own, compiled, *batch) == options["memory_budget"] < SCORES
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_sizes_that_vary(compiler: Any) -> None:
-    own, x, y = _made()
+    own, x, y = make_head()
     model = roundpipe_fx.compile(own, outputs="unread", dynamic=True, stage_compiler=compiler)
-    for rows in (_TOKENS, _TOKENS // 2, _TOKENS // 2 - 1):
+    for rows in (TOKENS, TOKENS // 2, TOKENS // 2 - 1):
         loss, scores = model(x[:rows], y[:rows])
-        assert scores.shape == (rows, _WORDS)
+        assert scores.shape == (rows, WORDS)
         torch.testing.assert_close(scores, own(x[:rows], y[:rows])[1])
         loss.backward()
 
@@ -304,34 +263,34 @@ def test_sizes_that_vary(compiler: Any) -> None:
 def test_cached_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ROUNDPIPE_FX_CACHE", str(tmp_path))
     monkeypatch.setenv("ROUNDPIPE_FX_PLAN_CACHE", "1")
-    own, *batch = _made()
+    own, *batch = make_head()
     expected = own(*batch)[1]
-    budget = _least(own, *batch, outputs="unread", tiling="never")
+    budget = least_budget(own, *batch, outputs="unread", tiling="never")
     searched = []
     for _ in range(2):
         torch._dynamo.reset()
         model = roundpipe_fx.compile(own, memory_budget=budget, outputs="unread", tiling="never")
-        assert _peak(_drop, own, model, *batch) == budget
-        assert model.plan.unread_bytes == _SCORES
+        assert measure(drop, own, model, *batch) == budget
+        assert model.plan.unread_bytes == SCORES
         torch.testing.assert_close(model(*batch)[1], expected, rtol=0, atol=0)
         searched.append(model.plan)
     assert searched[0].details() == searched[1].details()
 
 
 def test_models_whose_outputs_cannot_be_left_out() -> None:
-    class Random(_Head):
+    class Random(ScoringHead):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
             scores = F.dropout(self.head(self.layers(x)))
             return F.cross_entropy(scores, y), scores
 
-    class Halves(_Head):
+    class Halves(ScoringHead):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
             scores = self.head(self.layers(x))
-            return F.cross_entropy(scores, y), scores[:, : _WORDS // 2], scores[:, _WORDS // 2 :]
+            return F.cross_entropy(scores, y), scores[:, : WORDS // 2], scores[:, WORDS // 2 :]
 
     for kind in (Random, Halves):
         torch.manual_seed(0)
-        own, (_, *batch) = kind(), _made()
+        own, (_, *batch) = kind(), make_head()
         torch.manual_seed(1)
         expected = own(*batch)
         model = roundpipe_fx.compile(own, outputs="unread")
@@ -344,10 +303,10 @@ def test_models_whose_outputs_cannot_be_left_out() -> None:
 def test_an_unmodified_training_loop(tmp_path: Path) -> None:
     """Accelerate converts outputs to float32, which is no reading."""
     config = transformers.GPT2Config(
-        vocab_size=_WORDS, n_layer=1, n_embd=32, n_head=2, use_cache=False, bos_token_id=0, eos_token_id=0
+        vocab_size=WORDS, n_layer=1, n_embd=32, n_head=2, use_cache=False, bos_token_id=0, eos_token_id=0
     )
     own = transformers.GPT2LMHeadModel(config)
-    tokens = torch.arange(64) % _WORDS
+    tokens = torch.arange(64) % WORDS
     model = roundpipe_fx.compile(own, memory_budget="1.25MiB")
     arguments = transformers.TrainingArguments(
         str(tmp_path),

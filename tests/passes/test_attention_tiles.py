@@ -130,7 +130,7 @@ def captured(shape: Shape, dtype: torch.dtype = torch.float64) -> JointGraph:
 
 
 def attention_regions(joint: JointGraph) -> list[TileRegion]:
-    """Those that have both attention's forward and its backward."""
+    """Select the regions that have both attention's forward and its backward."""
 
     def attends(region: TileRegion) -> bool:
         return sum("attention" in str(node.target) for node in region.members) == 2

@@ -39,7 +39,7 @@ class Described:
 
 
 Rows = tuple[int, ...]
-"""Where a value's rows are: the dimensions that they, or a multiple of them, are the product of, from the outermost on.
+"""The dimensions of a value that its rows, or a multiple of them, are the product of, from the outermost on.
 
 Dimensions of one position between these are among them. Others may be between them only inside of a region: rows of
 logits ``[B, V, T]`` are dimensions 0 and 2.

@@ -1,4 +1,4 @@
-"""Returned outputs: which outputs of a pipelined call its caller still holds when the backward begins.
+"""Returned outputs: which outputs of a pipelined call its caller no longer holds when the backward begins.
 
 The caller gets outputs that were put together of all microbatches, and may be those of an offloaded model on the host.
 Where in them an output of the graph is, the first microbatch's tells::
@@ -6,19 +6,23 @@ Where in them an output of the graph is, the first microbatch's tells::
     graph's outputs of microbatch 0   loss, scores of 2 rows
     its call returns                  {"loss": loss, "logits": scores of 2 rows}      scores are at ["logits"]
     the caller gets                   {"loss": mean, "logits": scores of 8 rows}      held until the caller drops them
+
+An output that is not found there, as after a ``merge_output`` of the user's, may be held. Unread ones know themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from roundpipe_fx.pipeline.batches.structures import iterate_leaves
+from roundpipe_fx.pipeline.batches.structures import Path, iterate_leaves
 from roundpipe_fx.pipeline.pipelined_graph import PipelinedGraph
-from roundpipe_fx.runtime.dropped_outputs import Reference, is_held, make_reference
+from roundpipe_fx.runtime.dropped_outputs import is_held
 from roundpipe_fx.runtime.unread_outputs import UnreadTensor
+from roundpipe_fx.torch_private import StorageReference
 
 
 class ReturnedOutputs:
@@ -30,7 +34,7 @@ class ReturnedOutputs:
 
     def __init__(self, graphs: Sequence[PipelinedGraph]) -> None:
         self._graphs = list({id(graph): graph for graph in graphs}.values())
-        self._held: Mapping[int, Reference] = {}
+        self._references: Mapping[int, Sequence[StorageReference]] = {}
 
     def note(self, results: Mapping[int, torch.Tensor], output: Any, returned: Any) -> None:
         """Note what the caller gets.
@@ -40,13 +44,17 @@ class ReturnedOutputs:
             output: returned by the first microbatch's call.
             returned: returned to the caller, put together of all microbatches.
         """
-        leaves = {path: leaf for path, _, leaf in iterate_leaves(returned) if isinstance(leaf, torch.Tensor)}
-        held: dict[int, Reference] = {}
-        for path, _, leaf in iterate_leaves(output):
-            for position, result in results.items():
-                if isinstance(leaf, torch.Tensor) and path in leaves and _is_of(leaf, result):
-                    held[position] = make_reference(leaves[path])
-        self._held = held
+        positions = {
+            result.untyped_storage()._cdata: position for position, result in results.items() if _has_memory(result)
+        }
+        leaves = dict(_strided_leaves(returned))
+        references: dict[int, list[StorageReference]] = defaultdict(list)
+        # One output may be returned in several places, as views of it.
+        for path, leaf in _strided_leaves(output):
+            position = positions.get(leaf.untyped_storage()._cdata)
+            if position is not None and path in leaves:
+                references[position].append(StorageReference(leaves[path].untyped_storage()))
+        self._references = references
 
     def see(self, values: Sequence[Mapping[int, Any]]) -> None:
         """Report the outputs that the caller has dropped, and compute those that it holds and that were not made.
@@ -54,18 +62,22 @@ class ReturnedOutputs:
         Args:
             values: for each microbatch, what the backward reads.
         """
-        saved = [value for of_batch in values for value in of_batch.values()]
-        # An output that was not found in what the caller gets may be held by a hook or an attribute.
-        dropped = frozenset(position for position, of in self._held.items() if not is_held(of, saved))
+        saved = [value for values_of_batch in values for value in values_of_batch.values() if _has_memory(value)]
+        dropped = {
+            position
+            for position, references in self._references.items()
+            if not any(is_held(reference, saved) for reference in references)
+        }
         for graph in self._graphs:
-            graph.see_dropped(dropped)
+            graph.see_dropped(frozenset(dropped | (graph.unread.positions - graph.unread.held)))
             graph.unread.compute_held()
 
 
-def _is_of(leaf: torch.Tensor, result: torch.Tensor) -> bool:
-    """Test for a tensor that is a graph's output or has its memory."""
-    if leaf is result:
-        return True
-    if isinstance(leaf, UnreadTensor) or isinstance(result, UnreadTensor):
-        return False
-    return leaf.untyped_storage()._cdata == result.untyped_storage()._cdata
+def _strided_leaves(value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+    return ((path, leaf) for path, _, leaf in iterate_leaves(value) if _has_memory(leaf))
+
+
+def _has_memory(value: Any) -> bool:
+    """Test for a tensor with memory of its own or of a value that it is a view of."""
+    is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return is_strided and not isinstance(value, UnreadTensor)

@@ -263,7 +263,7 @@ def _attention_backward(causal: bool, masked: bool, groups: bool = False) -> Sam
 
 
 _FORMS = [(False, False), (True, False), (False, True), (False, False, True), (True, False, True), (False, True, True)]
-"""Whether attention is causal, has a mask, and has fewer heads of keys than of queries."""
+"""Forms of attention: causal or not, with a mask or without, with fewer heads of keys than of queries or as many."""
 
 ATTENTION: dict[Any, list[Sample]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: [_attention(*form) for form in _FORMS],
