@@ -83,7 +83,7 @@ def is_held(reference: StorageReference, saved: Iterable[torch.Tensor]) -> bool:
     """Test for an output whose memory somebody still refers to.
 
     Args:
-        reference: the output's memory.
+        reference: refers to the output's memory weakly.
         saved: strided tensors that the backward reads, which may have the same memory.
     """
     if reference.expired():

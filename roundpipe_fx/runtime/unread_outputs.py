@@ -100,9 +100,9 @@ class _Value:
     """The value of an output, which is computed when it is first read.
 
     Args:
-        output: says how.
-        operands: of its module.
-        position: its number among the outputs.
+        output: has the module that computes it.
+        operands: the value in its stead, and inputs of the graph.
+        position: its number among the graph's outputs.
         see: called when somebody reads it.
 
     Attributes:
