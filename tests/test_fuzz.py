@@ -261,7 +261,7 @@ def test_a_lost_copy_of_a_buffer_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     """Recomputation that reads buffers as they are by then."""
     case = _case("linear", "counter_read_twice", "sin", "linear", way={"mode": "step", "recompute": "full"})
     assert not check_case(case).failures
-    monkeypatch.setattr(snapshots.Snapshots, "of", lambda self, source: source)
+    monkeypatch.setattr(snapshots.Snapshots, "get_copy", lambda self, source: source)
     (failure,) = check_case(case).failures
     assert failure.kind == "exception RuntimeError" and "inplace" in failure.text
 
