@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -219,9 +220,12 @@ def test_unused_dropout_draws_too() -> None:
     assert_bitwise(train_step(roundpipe_fx.compile(model, recompute="full"), model, {"x": x}), expected)
 
 
-def test_meta_device() -> None:
+@pytest.mark.parametrize(
+    "options", [{"memory_budget": 0.0}, {"stages": 2, "num_microbatches": 2}], ids=["budget", "pipeline"]
+)
+def test_meta_device(options: dict[str, Any]) -> None:
     with torch.device("meta"):
         model, x = linear_chain(), torch.randn(4, 4, requires_grad=True)
-    roundpipe_fx.compile(model, memory_budget=0.0)(x).sum().backward()
+    roundpipe_fx.compile(model, **options)(x).sum().backward()
     assert x.grad is not None
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())

@@ -62,7 +62,8 @@ class Local:
         kind = self.devices[0].type if self.devices else None
         # The first input on an accelerator tells which generator eager PyTorch would draw from.
         for value in (value for primals in captured.primals for value in primals):
-            if isinstance(value, torch.Tensor) and kind in (None, value.device.type):
+            # On the meta device nothing is drawn, and it has no streams: such a step runs as on the CPU.
+            if isinstance(value, torch.Tensor) and value.device.type != "meta" and kind in (None, value.device.type):
                 return value.device
         return torch.device("cpu")
 
