@@ -220,7 +220,7 @@ def test_a_budget_holds_with_the_microbatches_in_flight() -> None:
 def test_a_budget_holds_for_unequal_microbatches() -> None:
     """Each size is planned for itself, and together they fit; or not at all."""
     model, x, y = Blocks(32, 3), torch.randn(8, 256, 32), torch.randn(8, 256, 32)
-    options = {"devices": ["cpu"], "stages": 1, "num_microbatches": 4, "schedule": "gpipe"}
+    options = {"devices": ["cpu"], "stages": 1, "num_microbatches": 4, "schedule": "gpipe", "tiling": "never"}
     peaks = []
     for rows in (8, 4):
         equal = roundpipe_fx.compile(copy.deepcopy(model), memory_budget=0.0, **options)
@@ -304,9 +304,8 @@ def test_the_least_budget_is_the_one_of_the_graph_that_dynamo_ends_with() -> Non
 
     def step(budget: int) -> int:
         torch._dynamo.reset()
-        compiled = roundpipe_fx.compile(
-            copy.deepcopy(model), devices=["cpu"], num_microbatches=2, schedule="1f1b", memory_budget=budget
-        )
+        options: dict[str, Any] = {"devices": ["cpu"], "num_microbatches": 2, "schedule": "1f1b", "tiling": "never"}
+        compiled = roundpipe_fx.compile(copy.deepcopy(model), memory_budget=budget, **options)
         with roundpipe_fx.measure_peak("cpu") as peak:
             compiled(x).backward()
         return peak.bytes

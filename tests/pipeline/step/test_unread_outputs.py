@@ -86,7 +86,7 @@ def test_outputs_that_are_differentiated_have_their_gradients() -> None:
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_budget_that_is_met_only_without_outputs_leaves_them_out(microbatches: int) -> None:
     own, *batch = make_head()
-    options: dict[str, Any] = {"num_microbatches": microbatches, "dynamic": False}
+    options: dict[str, Any] = {"num_microbatches": microbatches, "dynamic": False, "tiling": "never"}
     least = {outputs: least_budget(own, *batch, outputs=outputs, **options) for outputs in ("held", "auto", "unread")}
     narrow = 4 * TOKENS * WIDTH  # what scores are computed from, which stays instead
     assert least["auto"] == least["unread"] <= least["held"] - SCORES + narrow
@@ -99,11 +99,19 @@ def test_a_budget_that_is_met_only_without_outputs_leaves_them_out(microbatches:
     )
 
 
+def test_a_budget_that_is_met_only_in_tiles_and_without_outputs() -> None:
+    own, *batch = make_head()
+    model = roundpipe_fx.compile(own, num_microbatches=2, dynamic=False, memory_budget=SCORES // 2)
+    for _ in range(2):
+        assert measure(drop, own, model, *batch) <= model.plan.peak_bytes <= SCORES // 2
+    assert model.plan.unread_bytes == SCORES and model.plan.tiles
+
+
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_steps_that_drop_outputs_are_planned_without_them(microbatches: int) -> None:
     """Until a step reads or holds them: then the next is planned for that."""
     own, *batch = make_head()
-    options: dict[str, Any] = {"num_microbatches": microbatches, "dynamic": False}
+    options: dict[str, Any] = {"num_microbatches": microbatches, "dynamic": False, "tiling": "never"}
     budget = least_budget(own, *batch, outputs="held", **options) + 16
     model = roundpipe_fx.compile(own, memory_budget=budget, **options)
     drop(model, *batch)
@@ -124,7 +132,12 @@ def test_steps_that_drop_outputs_are_planned_without_them(microbatches: int) -> 
 def test_outputs_that_are_held_stay_in_the_plan(outputs: Any, microbatches: int) -> None:
     """Also where the user has said so and drops them all the same."""
     own, *batch = make_head()
-    options: dict[str, Any] = {"num_microbatches": microbatches, "dynamic": False, "outputs": outputs}
+    options: dict[str, Any] = {
+        "num_microbatches": microbatches,
+        "dynamic": False,
+        "tiling": "never",
+        "outputs": outputs,
+    }
     model = roundpipe_fx.compile(
         own, memory_budget=least_budget(own, *batch, **options | {"outputs": "held"}) + 16, **options
     )
@@ -136,7 +149,7 @@ def test_outputs_that_are_held_stay_in_the_plan(outputs: Any, microbatches: int)
 def test_outputs_that_are_merged_by_the_user_are_dropped_unread_too() -> None:
     """They are not found in what the caller gets."""
     own, *batch = make_head()
-    options: dict[str, Any] = {"num_microbatches": 2, "dynamic": False, "merge_output": list}
+    options: dict[str, Any] = {"num_microbatches": 2, "dynamic": False, "tiling": "never", "merge_output": list}
     model = roundpipe_fx.compile(own, memory_budget=least_budget(own, *batch, **options), **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error", StepBudgetWarning)
@@ -155,7 +168,7 @@ def test_an_output_in_two_places_is_held_if_either_is() -> None:
 
     _, *batch = make_head()
     own = Twice()
-    options: dict[str, Any] = {"num_microbatches": 2, "dynamic": False}
+    options: dict[str, Any] = {"num_microbatches": 2, "dynamic": False, "tiling": "never"}
     budget = least_budget(own, *batch, outputs="held", **options) + 16
     model = roundpipe_fx.compile(own, memory_budget=budget, **options)
     for place in (1, 2):
