@@ -35,6 +35,8 @@ torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 logging.getLogger("torch.__trace").propagate = True
 # Graphs are many objects; a collection of the oldest generation visits all of them, a hundred times in some files.
 gc.set_threshold(20000, 20, 50)
+# Nor is there a collection after each of many small compilations.
+torch._dynamo.config.run_gc_after_compile = False
 
 
 # While operators are traced, PyTorch replaces methods of `nn.Module` for modules that are called, of which there are
