@@ -129,8 +129,7 @@ def test_stages_are_as_long_as_compiling_gains_where_nothing_is_recomputed(repea
 @pytest.mark.parametrize("tiling", long_but(["never", None], quick={"never"}))
 def test_what_a_refusal_names_is_met(tiling: str | None) -> None:
     """In bytes: the least is met, and one byte less is refused; in tiles, too."""
-    make, inputs = (Net, torch.randn(256, 32)) if tiling else (Words, torch.randint(4096, (4, 64)))
-    model = make()
+    model, inputs = (Net(), torch.randn(256, 32)) if tiling else (Words(1024, 1), torch.randint(1024, (4, 64)))
 
     def plan(budget: int) -> roundpipe_fx.Plan:
         torch._dynamo.reset()

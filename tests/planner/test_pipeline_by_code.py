@@ -23,7 +23,9 @@ def _compiled(model: nn.Module, **options: Any) -> Any:
 def test_plans_say_what_is_allocated(name: str) -> None:
     """Sums of gradients and what is between microbatches included; the peaks fall with the budget."""
     torch.manual_seed(0)
-    model, x = (Blocks(), torch.randn(2048, 64)) if name == "blocks" else (Words(), torch.randint(4096, (16, 64)))
+    model, x = (
+        (Blocks(), torch.randn(2048, 64)) if name == "blocks" else (Words(layers=1), torch.randint(4096, (16, 64)))
+    )
     planned = []
     for budget in (None, 1.0, 0.5, 0.0):
         compiled = _compiled(model, memory_budget=budget)
@@ -38,15 +40,19 @@ def test_plans_say_what_is_allocated(name: str) -> None:
 def test_what_a_refusal_names_is_met() -> None:
     """In bytes: the least is met, and one byte less is refused; with more, no more is recomputed."""
     model, x = Blocks(), torch.randn(2048, 64)
+
+    def plan(budget: int) -> roundpipe_fx.Plan:
+        return _compiled(model, memory_budget=budget, tiling="never").trace(x)
+
     with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
-        _compiled(model, memory_budget=1).trace(x)
+        plan(1)
     minimum = refused.value.minimum
-    least = _compiled(model, memory_budget=minimum).trace(x)
+    least = plan(minimum)
     assert least.peak_bytes == minimum == least.budget
     with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
-        _compiled(model, memory_budget=minimum - 1).trace(x)
+        plan(minimum - 1)
     assert refused.value.minimum == minimum
-    more = _compiled(model, memory_budget=2 * minimum).trace(x)
+    more = plan(2 * minimum)
     assert minimum < more.peak_bytes <= 2 * minimum and more.recompute_seconds < least.recompute_seconds
 
 

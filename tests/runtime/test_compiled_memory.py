@@ -39,11 +39,11 @@ class Blocks(nn.Module):
 class Words(nn.Module):
     """A head with many words, whose scores die in the backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = 4096, layers: int = 2) -> None:
         super().__init__()
-        self.words = nn.Embedding(4096, 32)
+        self.words = nn.Embedding(words, 32)
         self.layers = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True), 2, enable_nested_tensor=False
+            nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True), layers, enable_nested_tensor=False
         )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
