@@ -365,7 +365,7 @@ def test_recomputation_is_issued_before_the_gradient_can_be_consumed() -> None:
 
 @pytest.mark.long
 def test_a_hugging_face_model_with_its_own_checkpointing() -> None:
-    config = transformers.GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=64, use_cache=False)
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, use_cache=False)
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config).train()
     tokens = torch.randint(64, (2, 24))

@@ -31,7 +31,7 @@ def sequential(depth: int = 8) -> nn.Sequential:
 class Residual(nn.Module):
     """No ``nn.Sequential``: residuals, and a value that skips over all layers."""
 
-    def __init__(self, depth: int = 8) -> None:
+    def __init__(self, depth: int = 6) -> None:
         super().__init__()
         self.layers = sequential(depth)
 
@@ -221,7 +221,7 @@ def test_generator_states() -> None:
 
 @pytest.mark.long
 def test_a_hugging_face_model() -> None:
-    config = transformers.GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=64, use_cache=False)
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, use_cache=False)
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config).train()
     tokens = torch.randint(64, (4, 48))
