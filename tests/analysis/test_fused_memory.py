@@ -17,7 +17,7 @@ from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.ir.joint_graph import Phase
 from roundpipe_fx.planner import judged_by_code
 from tests.long import long_but
-from tests.runtime.test_compiled_memory import MODELS
+from tests.runtime.test_compiled_memory import MODELS, Words
 
 SIDE = 64
 SQUARE = 4 * SIDE * SIDE
@@ -112,7 +112,8 @@ class Capped(nn.Module):
 
 @pytest.mark.parametrize("name", long_but(["blocks", "words", "images", "capped"], quick={"blocks", "capped"}))
 def test_all_schedules_are_estimated_nearly_as_their_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, inputs = {**MODELS, "capped": (Capped, MODELS["words"][1])}[name]
+    tokens = MODELS["words"][1]
+    make, inputs = {**MODELS, "words": (lambda: Words(layers=1), tokens), "capped": (Capped, tokens)}[name]
     seen: list[tuple[int, int]] = []
 
     def judge_all(

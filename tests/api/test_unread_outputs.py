@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import warnings
 from collections.abc import Callable
@@ -23,34 +24,45 @@ from tests.long import long_but
 from tests.scoring_heads import SCORES, TOKENS, WORDS, ScoringHead, drop, least_budget, make_head, measure
 
 _LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0},
+    "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0},
     "llama": {},
-    "gemma": {"head_dim": 32, "pad_token_id": None},
+    "gemma": {"head_dim": 16, "pad_token_id": None},
 }
 
 
+@functools.cache
+def _least_dropped() -> int:
+    """The least budget of ``make_head`` whose scores are dropped, but made as a whole."""
+    return least_budget(*make_head(), outputs="dropped")
+
+
 @pytest.mark.parametrize("name", long_but(_LANGUAGE_MODELS, quick={"llama"}))
-def test_the_least_budget_falls_by_the_scores(name: str) -> None:
-    """And what a step is predicted to take, it takes."""
-    words, shape = 32768, (2, 128)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+def test_a_step_never_makes_the_scores(name: str) -> None:
+    """And what it is predicted to take, it takes."""
+    words, shape = 4096, (2, 128)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 2, "vocab_size": words, "use_cache": False} | _LANGUAGE_MODELS[name]
     torch.manual_seed(0)
     own = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **sizes)).train()
     tokens = torch.randint(words, shape)
     batch = {"input_ids": tokens, "labels": tokens}
     scores = 4 * tokens.numel() * words
-    least = {outputs: least_budget(own, batch, outputs=outputs) for outputs in ("held", "dropped", "auto")}
-    assert least["held"] - least["auto"] == scores
-    assert least["dropped"] > least["auto"] + scores // 4
-    model = roundpipe_fx.compile(own, memory_budget=least["auto"])
+    model = roundpipe_fx.compile(own, memory_budget=scores // 3)
     for _ in range(2):
-        assert measure(lambda: model(**batch).loss.backward(), own) == model.plan.peak_bytes == least["auto"]
+        assert measure(lambda: model(**batch).loss.backward(), own) == model.plan.peak_bytes <= scores // 3
     assert model.plan.unread_bytes == model.plan.dropped_bytes == scores
     assert f"drops {scores / 2**20:.1f} MiB of outputs before the backward begins, {scores / 2**20:.1f}" in str(
         model.plan
     )
     assert len(model.plans) == 1
+
+
+def test_the_least_budget_falls_by_the_scores() -> None:
+    own, *batch = make_head()
+    least = {outputs: least_budget(own, *batch, outputs=outputs) for outputs in ("held", "auto")}
+    assert least["held"] - least["auto"] > SCORES
+    assert _least_dropped() > least["auto"] + SCORES // 4
+    assert least["auto"] < SCORES // 6
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
@@ -152,7 +164,7 @@ def test_gradients_of_a_loss_of_outputs_that_are_read() -> None:
 def test_outputs_are_dropped_where_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it cannot be, no plan is searched for in which they are dropped but have been read."""
     own, *batch = make_head()
-    least, searched = least_budget(own, *batch, outputs="dropped"), []
+    least, searched = _least_dropped(), []
     search = lower._search_programs
 
     def count(joint: JointGraph, *args: Any) -> Any:
@@ -172,7 +184,7 @@ def test_outputs_are_dropped_where_that_is_enough(monkeypatch: pytest.MonkeyPatc
 
 def test_a_caller_that_reads_is_planned_for() -> None:
     own, *batch = make_head()
-    budget = least_budget(own, *batch, outputs="dropped") - 1
+    budget = _least_dropped() - 1
     model = roundpipe_fx.compile(own, memory_budget=budget)
     drop(model, *batch)
     assert model.plan.unread_bytes == SCORES
@@ -197,7 +209,7 @@ def test_a_caller_that_reads_is_planned_for() -> None:
 def test_a_caller_that_holds_is_planned_for() -> None:
     own, *batch = make_head()
     expected = own(*batch)[1]
-    budget = least_budget(own, *batch, outputs="dropped") - 1
+    budget = _least_dropped() - 1
     model = roundpipe_fx.compile(own, memory_budget=budget)
     loss, scores = model(*batch)
     with pytest.warns(StepBudgetWarning, match=f"holds {SCORES} bytes"):

@@ -104,7 +104,7 @@ def test_quantized_layers_are_all_but_the_head(kind: str) -> None:
 def test_a_quantized_base_fits_where_the_whole_does_not(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ["fit", str(folder), "--sequence", "32", "--memory-budget", "3MiB", "--json", "--lora", "r=4"]
+    asked = ["fit", str(folder), "--sequence", "128", "--memory-budget", "1MiB", "--json", "--lora", "r=4"]
     asked += ["--tiling", "never"]  # less to search
     found: list[dict[str, Any]] = []
     for more in ([], ["--quantize", "nf4"]):
