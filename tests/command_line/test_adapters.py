@@ -28,7 +28,7 @@ _CONFIG = transformers.LlamaConfig(
     architectures=["LlamaForCausalLM"],
     use_cache=False,
 )
-_LINEAR = (64 * 64 * 2 + 64 * 32 * 2 + 64 * 256 * 3)
+_LINEAR = 64 * 64 * 2 + 64 * 32 * 2 + 64 * 256 * 3
 """Weights of the layer, but the head's."""
 
 
