@@ -17,8 +17,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train a small mixture of experts and compare with eager and torch.utils.checkpoint
 	$(BIN)/python examples/demo.py
 
-# One thread a worker: they share the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests
+# A worker a core, four at most: each takes up to 3 GB. One thread a worker: they share the cores.
+CORES := $(shell nproc 2>/dev/null || echo 2)
+XDIST := -n $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4))) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(XDIST) tests
 
 test: $(READY)  ## all but the long tests
 	$(PYTEST) -m 'not long'
@@ -28,7 +30,7 @@ test-all: $(READY)
 
 emulated: $(READY)  ## tests/gpu but the long ones, on CUDA devices that are emulated on the host; needs g++
 	OMP_NUM_THREADS=1 LD_PRELOAD=$$($(BIN)/python -m tests.emulated_cuda.build) \
-		$(BIN)/python -m pytest -p tests.emulated_cuda.plugin -n 2 --dist worksteal -m 'not long' tests/gpu
+		$(BIN)/python -m pytest -p tests.emulated_cuda.plugin $(XDIST) -m 'not long' tests/gpu
 
 lint: $(READY)
 	$(BIN)/ruff check .
