@@ -35,12 +35,12 @@ def _llama(layers: int, width: int) -> torch.nn.Module:
 
 @pytest.mark.long
 def test_a_model_without_storage_is_planned_for_a_device_that_is_not_there() -> None:
-    model = _llama(layers=4, width=1024)
+    model = _llama(layers=2, width=1024)
     tokens = torch.empty(8, 2048, dtype=torch.long, device="meta")
     with roundpipe_fx.measure_peak("cpu") as peak:
-        plan = roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, device="RTX 4090", memory_budget="3GiB")
+        plan = roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, device="RTX 4090", memory_budget="1.5GiB")
     assert peak.bytes < 2**20  # nothing of the step's size was allocated
-    assert plan.peak_bytes <= 3 * 2**30 and plan.recompute_seconds > 0
+    assert plan.peak_bytes <= 1.5 * 2**30 and plan.recompute_seconds > 0
     backward = [operation.node.name for block in plan.operations.backward.values() for operation in block]
     assert "nll_loss_backward" in backward  # which PyTorch leaves out on the meta device
     roomy = roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, device="H200")
@@ -121,20 +121,6 @@ def test_a_device_has_the_model_and_its_optimizer_beside_the_step() -> None:
             device="H100",
             optimizer=torch.optim.AdamW(large.parameters()),
         )
-
-
-@pytest.mark.long
-def test_a_model_that_stays_on_the_cpu_has_the_current_stage_on_the_device() -> None:
-    model = _llama(layers=2, width=512)
-    tokens = torch.empty(4, 256, dtype=torch.long, device="meta")
-    given = {"input_ids": tokens, "labels": tokens, "device": "RTX 4090", "num_microbatches": 2, "memory_budget": 0.0}
-    given["tiling"] = "never"
-    offloaded, there = roundpipe_fx.plan(model, offloaded=True, **given), roundpipe_fx.plan(model, **given)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    assert offloaded.pipeline.host_to_device_bytes > weights and not there.pipeline.host_to_device_bytes
-    # With a model on the device its parameters come on top of what a step allocates, gradients included.
-    assert offloaded.pipeline.peak_bytes[0] < 0.7 * (there.pipeline.peak_bytes[0] + weights)
-    assert offloaded.pipeline.peak_bytes[0] <= offloaded.budget
 
 
 def _uneven(width: int) -> torch.nn.Module:
@@ -362,6 +348,18 @@ class _WithLoss(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return (self.layers(x) - labels).square().mean()
+
+
+def test_a_model_that_stays_on_the_cpu_has_the_current_stage_on_the_device() -> None:
+    width = 1024
+    model, x = _WithLoss(_layers(8, width)), torch.empty(256, width)
+    given: dict[str, Any] = {"labels": x, "device": "RTX 4090", "num_microbatches": 4, "memory_budget": 0.0}
+    offloaded, there = roundpipe_fx.plan(model, x, offloaded=True, **given), roundpipe_fx.plan(model, x, **given)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert offloaded.pipeline.host_to_device_bytes > weights and not there.pipeline.host_to_device_bytes
+    # With a model on the device its parameters come on top of what a step allocates, gradients included.
+    assert offloaded.pipeline.peak_bytes[0] < 0.5 * (there.pipeline.peak_bytes[0] + weights)
+    assert offloaded.pipeline.peak_bytes[0] <= offloaded.budget
 
 
 def test_values_of_a_mesh_leave_for_the_host_where_a_budget_there_is_given() -> None:

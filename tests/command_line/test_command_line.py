@@ -314,12 +314,12 @@ def test_not_even_one_row_fits() -> None:
 
 @pytest.mark.long
 def test_fit_says_what_plan_would(capsys: pytest.CaptureFixture[str]) -> None:
-    found = _json(capsys, "fit", _MLP, "--sequence", "64", "--memory-budget", "1MiB")
+    asked = [_MLP, "--sequence", "64", "--memory-budget", "1MiB", "--tiling", "never"]
+    found = _json(capsys, "fit", *asked)
     assert isinstance(found, dict)
     rows = found["batch"]
-    asked = ["plan", _MLP, "--sequence", "64", "--memory-budget", "1MiB", "--batch"]
-    assert main([*asked, str(rows)]) == 0
-    assert main([*asked, str(rows + 1)]) == 1
+    assert main(["plan", *asked, "--batch", str(rows)]) == 0
+    assert main(["plan", *asked, "--batch", str(rows + 1)]) == 1
 
 
 def test_fit_says_what_is_beside_the_peak(
@@ -343,7 +343,7 @@ def test_fit_says_what_is_beside_the_peak(
 def test_fit_leaves_room_for_an_optimizer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = 3 * 4 * (2 * 64 * 256 + 256 + 64)
     monkeypatch.setitem(DEVICES, "H100", dataclasses.replace(DEVICES["H100"], memory=8 * parameters))
-    asked = ["fit", _MLP, "--device", "H100", "--sequence", "64", "--tiling", "never", "--optimizer", "AdamW"]
+    asked = ["fit", _MLP, "--device", "H100", "--sequence", "256", "--tiling", "never", "--optimizer", "AdamW"]
     found = _json(capsys, *asked)
     assert isinstance(found, dict)
     assert found["optimizer_bytes"] == 2 * parameters

@@ -48,7 +48,7 @@ def tiles(draw: st.DrawFn) -> tuple[list[int], list[int], int, int, int]:
     """Two shapes, and some of the rows that the first dimension of the first is divided into."""
     source, result = draw(shapes().filter(lambda both: both[0][0] > 1))
     rows = draw(st.sampled_from([rows for rows in range(2, source[0] + 1) if source[0] % rows == 0]))
-    count = draw(st.integers(1, rows))
+    count = draw(st.integers(1, rows - 1))
     return source, result, rows, draw(st.integers(0, rows - count)), count
 
 
