@@ -159,12 +159,7 @@ def test_each_device_recomputes_what_its_microbatches_in_flight_ask_for() -> Non
         highest, lowest = max(planned.peak_bytes), min(planned.peak_bytes)
         budget = (highest + lowest) // 2 if schedule == "1f1b" else highest * 2 // 3
         compiled = roundpipe_fx.compile(
-            Blocks(32, 8),
-            devices=["cpu"] * 4,
-            num_microbatches=8,
-            schedule=schedule,
-            memory_budget=budget,
-            tiling="never",
+            Blocks(32, 8), devices=["cpu"] * 4, num_microbatches=8, schedule=schedule, memory_budget=budget
         )
         compiled.forward_backward(x, labels=y, loss_fn=squares)
         planned = compiled.plan.pipeline
@@ -179,7 +174,7 @@ def test_each_device_recomputes_what_its_microbatches_in_flight_ask_for() -> Non
 @pytest.mark.long
 def test_devices_recompute_while_they_wait(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = batch_of(256, 32)
-    options = {"devices": CPUS, "num_microbatches": 8, "schedule": schedule, "memory_budget": 0.1, "tiling": "never"}
+    options = {"devices": CPUS, "num_microbatches": 8, "schedule": schedule, "memory_budget": 0.1}
     reference = Blocks(32, 8)
     models = [copy.deepcopy(reference) for _ in range(2)]
     early = roundpipe_fx.compile(models[0], **options)
@@ -199,7 +194,7 @@ def test_devices_recompute_while_they_wait(schedule: str, monkeypatch: pytest.Mo
 @pytest.mark.long
 def test_a_budget_holds_with_the_microbatches_in_flight() -> None:
     model, batch = hugging_face.gpt2(layers=1), hugging_face.language_batch(batch=8, length=32)
-    options = {"devices": ["cpu"], "stages": 2, "num_microbatches": 4, "schedule": "gpipe", "tiling": "never"}
+    options = {"devices": ["cpu"], "stages": 2, "num_microbatches": 4, "schedule": "gpipe"}
     peaks = []
     for budget in (1.0, 0.4, 0.0):
         compiled = roundpipe_fx.compile(copy.deepcopy(model), memory_budget=budget, **options)
