@@ -29,6 +29,7 @@ from roundpipe_fx.analysis.cost.operand_kinds import (
     UnitInterval,
 )
 from roundpipe_fx.operators.gradient_sums import SUMMING
+from roundpipe_fx.operators.log_sum_exp import log_sum_exp
 
 ANY_NUMBERS = """
     _conj_physical _to_copy _unsafe_view alias_copy as_strided_copy as_strided_scatter block_diag cat channel_shuffle
@@ -180,6 +181,9 @@ RULES: Mapping[str, Mapping[str, OperandKind]] = {
 _RESULTS_ON_HOST: Mapping[str, tuple[int, ...]] = {"_scaled_dot_product_efficient_attention": (2, 3)}
 """Positions of single numbers that CUDA kernels leave on the host, though fake kernels say they are on the device."""
 
+RUN_ALONE = frozenset({log_sum_exp})
+"""Operators of this package that may be run on any numbers, as ATen's: what they allocate follows from sizes."""
+
 _PLAIN = frozenset(ANY_NUMBERS.split())
 _NO_RULE: Mapping[str, OperandKind] = {}
 
@@ -187,7 +191,7 @@ _NO_RULE: Mapping[str, OperandKind] = {}
 @functools.cache
 def kinds_of_operator(target: Any) -> Mapping[str, OperandKind] | None:
     """The operands of an operator that need certain numbers, by name; ``None``: synthetic operands are not allowed."""
-    if target in SUMMING:
+    if target in SUMMING or target in RUN_ALONE:
         return _NO_RULE
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
         return None

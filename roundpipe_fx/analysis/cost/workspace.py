@@ -8,7 +8,7 @@ first. None of this is visible in a graph. The bytes of a call come from the fir
                                                     between processes, which must plan alike
     custom operators, those with bodies (scan)      observed as steps run: what they do may depend on data, or have
                                                     effects outside of this process
-    PyTorch's operators                             measured: each distinct call is run once, alone, on synthetic
+    PyTorch's operators, our log-sum-exp            measured: each distinct call is run once, alone, on synthetic
                                                     operands, and the allocator is watched
     those that cannot be measured                   a formula, for some CUDA kernels
     all others                                      0, marked as untried, and observed as steps run
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost.operand_rules import may_run_alone, reads_or_leaves_on_host
+from roundpipe_fx.analysis.cost.operand_rules import RUN_ALONE, may_run_alone, reads_or_leaves_on_host
 from roundpipe_fx.analysis.cost.probe import probe_alone, run_in_thread
 from roundpipe_fx.analysis.cost.signature import signature_of
 from roundpipe_fx.analysis.cost.workspace_formulas import LARGEST_GPU, Gpu, workspace_by_formula
@@ -151,7 +151,7 @@ def depends_on_data(node: fx.Node) -> bool:
 
 def _is_unknown(target: torch._ops.OpOverload) -> bool:
     """Return whether nothing is known of an operator before it runs on real data."""
-    if is_functional_collective(target):
+    if is_functional_collective(target) or target in RUN_ALONE:
         return False
     return target.namespace not in _OWN or target.overloadpacket is aten._grouped_mm
 
@@ -206,7 +206,7 @@ def is_measured(node: fx.Node, device: torch.device) -> bool:
 def may_have_workspace(node: fx.Node, device: torch.device) -> bool:
     """Return whether a PyTorch operator on a device may allocate memory besides its results."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in _MEASURED:
+    if not isinstance(target, torch._ops.OpOverload) or (target.namespace not in _MEASURED and target not in RUN_ALONE):
         return False
     operands = [value for source in input_nodes(node) for value in tensor_values(source)]
     if not tensor_values(node) or has_side_effect(node) or (not operands and target.overloadpacket in _FACTORIES):

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import roundpipe_fx
 from benchmarks.fuzz.meter import AllocatorPeak
 from roundpipe_fx.analysis.cost import depends_on_data, predict_workspaces, probe
+from roundpipe_fx.operators.log_sum_exp import log_sum_exp
 from roundpipe_fx.passes import workspaces
 from tests.comparison import aot_eager_step, assert_bitwise, train_step
 
@@ -50,6 +51,17 @@ def test_what_a_kernel_converts_is_its_own() -> None:
     # A number becomes a tensor of one element, and is converted: whatever the size of the other operand.
     assert 0 < workspace_of(node_of(aten.mul.Tensor, size, arguments=(2.5,))) <= 16
     assert workspace_of(node_of(aten.mul.Tensor, size, half), fused=True) == 0
+
+
+@pytest.mark.parametrize("words", [2, 64])
+def test_a_log_sum_exp_has_a_workspace_before_it_was_run(words: int) -> None:
+    """In narrow tiles of the vocabulary, what it has for each row is much of a step."""
+    x = torch.randn(64, words)
+    with roundpipe_fx.measure_peak("cpu") as peak:
+        result = log_sum_exp(x, [-1])
+    node = node_of(log_sum_exp, ((64, words), torch.float32), arguments=([-1],))
+    assert not depends_on_data(node)
+    assert workspace_of(node) == peak.bytes - result.nbytes > result.nbytes
 
 
 def test_what_is_measured_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
