@@ -28,9 +28,10 @@ test: $(READY)  ## all but the long tests
 test-all: $(READY)
 	$(PYTEST)
 
+# Two workers: memory of emulated devices is the host's, and some tests take all of a device's.
 emulated: $(READY)  ## tests/gpu but the long ones, on CUDA devices that are emulated on the host; needs g++
 	OMP_NUM_THREADS=1 LD_PRELOAD=$$($(BIN)/python -m tests.emulated_cuda.build) \
-		$(BIN)/python -m pytest -p tests.emulated_cuda.plugin $(XDIST) -m 'not long' tests/gpu
+		$(BIN)/python -m pytest -p tests.emulated_cuda.plugin -n 2 --dist worksteal -m 'not long' tests/gpu
 
 lint: $(READY)
 	$(BIN)/ruff check .
