@@ -126,16 +126,6 @@ def counted() -> list[dict[str, float | str]]:
         rows.append(
             {"calls": kind, "in one piece": one[name], "in stages": ours[name], "more": more, "of the step": share}
         )
-    total, divided_total = one.total(), ours.total()
-    rows.append(
-        {
-            "calls": "all",
-            "in one piece": total,
-            "in stages": divided_total,
-            "more": divided_total - total,
-            "of the step": "",
-        }
-    )
     return rows
 
 

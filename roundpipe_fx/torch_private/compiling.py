@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,10 +66,6 @@ def inductor(
     Random numbers are those of eager mode (``fallback_random``), so that stages agree with ``aot_eager`` up to
     rounding; outputs have the strides that they have in the graph, for which the next stage was compiled.
 
-    Inductor's code checks sizes and strides of all inputs in each call, a tenth of the host's time in a small model.
-    Dynamo's guards hold for inputs of the model, and what a stage makes has the same sizes and strides each time; so
-    the first call alone checks them, unless sizes are symbolic.
-
     Args:
         example_inputs: fake tensors of the inputs' shapes, strides and devices.
         decompositions: of operators, which take precedence over Inductor's own.
@@ -92,11 +88,8 @@ def inductor(
     mode = detect_fake_mode(example_inputs)
     context = TracingContext(mode)
     caching: Any = torch.compiler.config
-    # Donated inputs and checks change the code and no graph, so they must be part of the key of Inductor's cache.
-    layouts = _static_layouts(example_inputs)
+    # Donated inputs change the code and no graph, so they must be part of the key of Inductor's cache.
     tag = caching.cache_key_tag
-    if layouts is not None:
-        tag += "roundpipe_fx without checks of inputs"
     if donated:
         metadata: Any = types.SimpleNamespace(bw_donated_idxs=sorted(donated), static_input_indices=[])
         context.fw_metadata = metadata
@@ -109,7 +102,6 @@ def inductor(
         _use_lazy_graph_module(True),  # as within Dynamo: keys of Inductor's cache depend on it
         config.patch({**(options or {}), "fallback_random": True}),
         caching.patch(cache_key_tag=tag),
-        contextlib.nullcontext() if layouts is None else _without_checks_of_inputs(),
     ):
         # Decompositions are applied here: `compile_fx_inner` takes a graph that has been lowered.
         retrace = make_fx(
@@ -128,22 +120,16 @@ def inductor(
         # Only a backward may write over its inputs.
         phase: dict[str, Any] = {"is_inference": False, "is_backward": bool(donated)}
         code = compile_fx_inner(lowered, list(example_inputs), cudagraphs=boxed_false(), **phase)
-    return _called_directly(code, layouts or {})
+    return _called_directly(code)
 
 
-_Layouts = Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]
-"""By position of an input, sizes and strides."""
+def _called_directly(code: Any) -> Callable[..., Any]:
+    """Leave out, from the second call on, what the object around compiled code does in each call.
 
+    That is for autotuning, whose results the first call stores, for profilers and for records of calls::
 
-def _called_directly(code: Any, layouts: _Layouts) -> Callable[..., Any]:
-    """Leave out, from the second call on, what need not be done in each call.
-
-    That is checks of the inputs; and what the object around compiled code does for autotuning, whose results the first
-    call stores, for profilers and for records of calls::
-
-        program ─▶ checks ─▶ object (autotuning, metrics, profilers) ─▶ code        the first call
-        program ───────────▶ object ──────────────────────────────────▶ code        when someone looks
-        program ──────────────────────────────────────────────────────▶ code        the others
+        program ─▶ object (autotuning, metrics, profilers) ─▶ code        the first call, and when someone looks
+        program ───────────────────────────────────────────▶ code        the others
     """
     if not hasattr(code, "current_callable"):
         return code
@@ -153,46 +139,11 @@ def _called_directly(code: Any, layouts: _Layouts) -> Callable[..., Any]:
         nonlocal was_called
         if was_called and not compiled_calls_are_seen():
             return code.current_callable(inputs)
-        if not was_called:
-            for position, layout in layouts.items():
-                torch._C._dynamo.guards.assert_size_stride(inputs[position], *layout, "roundpipe_fx: a stage's input")
         was_called = True
         return code(inputs)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
-
-
-def _static_layouts(examples: Sequence[Any]) -> _Layouts | None:
-    """Sizes and strides of inputs; ``None`` if a size is symbolic, as the code then reads sizes from its inputs."""
-    layouts = {}
-    for position, value in enumerate(examples):
-        if _is_symbolic(value):
-            return None
-        if _is_strided(value):
-            if any(map(_is_symbolic, (*value.shape, *value.stride()))):
-                return None
-            if value.numel():  # as in Inductor: strides of nothing say nothing
-                layouts[position] = (tuple(value.shape), tuple(value.stride()))
-    return layouts
-
-
-@contextlib.contextmanager
-def _without_checks_of_inputs() -> Iterator[None]:
-    """Inductor's code, as far as this thread writes it, checks results of opaque kernels, but no inputs."""
-    from unittest import mock
-
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-
-    thread = threading.get_ident()
-    write = PythonWrapperCodegen.codegen_input_size_asserts
-
-    def write_none(wrapper: Any) -> None:
-        if threading.get_ident() != thread:  # of other threads, whose code is not ours
-            write(wrapper)
-
-    with _writing, mock.patch.object(PythonWrapperCodegen, "codegen_input_size_asserts", write_none):
-        yield
 
 
 def _with_names(examples: Sequence[Any]) -> list[Any]:
