@@ -11,6 +11,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.trainers.processes import start_processes
+
 __all__ = ["on_devices"]
 
 Check = Callable[[int], None]
@@ -28,7 +30,7 @@ def on_devices(count: int, checks: Sequence[Check], folder: Path) -> None:
     # Kernels of emulated devices add in another order on other numbers of threads, and bits are compared. As a variable
     # it holds in all threads: OpenMP's default in a new one is not what torch.set_num_threads says, until ATen asks.
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
-        torch.multiprocessing.spawn(_process, (count, str(folder), checks), nprocs=count)
+        start_processes(_process, (count, str(folder), checks), count)
 
 
 def _process(rank: int, count: int, folder: str, checks: Sequence[Check]) -> None:

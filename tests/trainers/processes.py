@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Check", "in_processes", "in_two_processes"]
+__all__ = ["Check", "in_processes", "in_two_processes", "start_processes"]
 
 Check = Callable[[int, str], None]
 """Takes the rank of its process and a folder that both share."""
+
+_PRELOADED = ["roundpipe_fx", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"]
 
 
 def in_two_processes(checks: Sequence[Check], folder: Path) -> None:
@@ -29,7 +32,16 @@ def in_processes(count: int, checks: Sequence[Check], folder: Path) -> None:
         folder: an empty one.
     """
     # A file, not a port: another test may take the port, and a server of keys may leave before its clients.
-    torch.multiprocessing.spawn(_process, (count, str(folder), checks), nprocs=count)
+    start_processes(_process, (count, str(folder), checks), count)
+
+
+def start_processes(function: Callable[..., None], arguments: tuple[object, ...], count: int) -> None:
+    """Run ``function(rank, *arguments)`` in processes, and wait for them; an exception in one is raised.
+
+    They are forked from a server without threads, which has imported once what takes most of them seconds to import.
+    """
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    torch.multiprocessing.start_processes(function, arguments, nprocs=count, start_method="forkserver")
 
 
 def _process(rank: int, count: int, folder: str, checks: Sequence[Check]) -> None:

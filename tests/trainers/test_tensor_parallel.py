@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 import roundpipe_fx
 from roundpipe_fx.ir.collectives import DistributedTensorError, is_collective
 from tests.counting import count_operations
+from tests.trainers.processes import start_processes
 
 WIDTH = 16
 
@@ -134,7 +135,7 @@ def _process(rank: int, store: str) -> None:
 
 @pytest.mark.long
 def test_two_processes(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_process, (str(tmp_path / "store"),), nprocs=2)
+    start_processes(_process, (str(tmp_path / "store"),), 2)
 
 
 def test_one_process_within_a_budget_and_not_in_a_pipeline(tmp_path: Path) -> None:
