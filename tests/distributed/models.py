@@ -31,7 +31,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks with dropout, a batch norm, and a head."""
 
-    def __init__(self, width: int = 16, depth: int = 6, dropout: float = 0.2) -> None:
+    def __init__(self, width: int = 16, depth: int = 4, dropout: float = 0.2) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block(width, dropout) for _ in range(depth))
         self.norm = nn.BatchNorm1d(width)
@@ -117,7 +117,7 @@ def language_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _gpt2() -> Made:
-    config = transformers.GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=64, n_positions=16, use_cache=False)
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=16, use_cache=False)
     return transformers.GPT2LMHeadModel(config), _tokens(64)
 
 
@@ -125,7 +125,7 @@ def _llama() -> Made:
     config = transformers.LlamaConfig(
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=64,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import roundpipe_fx
 from roundpipe_fx import Schedule
 from tests.distributed.models import make
+from tests.distributed.reference import train_on_rank_0
 from tests.trainers.processes import in_processes
 
 
@@ -48,7 +50,8 @@ def check_dispatch(_rank: int, folder: str) -> None:
         options = {"num_microbatches": 4, "schedule": "roundpipe", **options}
         model, batch = make(name)
         plain = copy.deepcopy(model)
-        losses = _steps(roundpipe_fx.compile(plain, devices=["cpu"] * dist.get_world_size(), **options), batch)
+        alone = roundpipe_fx.compile(plain, devices=["cpu"] * dist.get_world_size(), **options)
+        losses = train_on_rank_0(plain, functools.partial(_steps, alone, batch))
         after = torch.get_rng_state()
         compiled = roundpipe_fx.compile(model, mesh=_mesh(), **options)
         assert all(map(torch.equal, _steps(compiled, batch), losses)), (name, options)
@@ -87,7 +90,7 @@ def check_backwards_elsewhere(_rank: int, _folder: str) -> None:
     crossed, straight = copy.deepcopy(plain), copy.deepcopy(plain)
     mesh = _mesh()
     model = roundpipe_fx.compile(crossed, mesh=mesh, num_microbatches=2, schedule=Schedule.parse(CROSSED))
-    losses = _steps(roundpipe_fx.compile(plain, num_microbatches=2), batch)
+    losses = train_on_rank_0(plain, lambda: _steps(roundpipe_fx.compile(plain, num_microbatches=2), batch))
     assert all(map(torch.equal, _steps(model, batch), losses))
     gradients = {name: value.grad for name, value in model.named_parameters()}
     assert all(torch.equal(value, plain.get_parameter(name).grad) for name, value in gradients.items())

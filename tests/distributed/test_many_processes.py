@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import time
 import warnings
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import roundpipe_fx
 from roundpipe_fx.distributed.ranks import RanksDifferError, RemoteError
 from tests.distributed.models import LARGER, MODELS, Block, Net, Tied, language_loss, make
+from tests.distributed.reference import train_on_rank_0
 from tests.trainers.processes import Check, in_processes
 
 STEPS = 2
@@ -49,7 +51,7 @@ def _check_equal(name: str, **options: Any) -> None:
     """Losses, gradients and buffers of two steps are bitwise those of one process; memory is that of own stages."""
     model, batch = make(name)
     plain = copy.deepcopy(model)
-    losses = _steps(_in_one_process(plain, **options), batch)
+    losses = train_on_rank_0(plain, lambda: _steps(_in_one_process(plain, **options), batch))
     after = torch.get_rng_state()
     compiled = roundpipe_fx.compile(model, mesh=_mesh(), **options)
     assert all(map(torch.equal, _steps(compiled, batch), losses))
@@ -171,7 +173,7 @@ def check_failure(rank: int, _folder: str) -> None:
     """An exception of one rank's stage is raised on all; the next step runs as if nothing had been."""
     model, batch = make("net")
     plain = copy.deepcopy(model)
-    expected = _steps(_in_one_process(plain, num_microbatches=4), batch)
+    expected = train_on_rank_0(plain, lambda: _steps(_in_one_process(plain, num_microbatches=4), batch))
     compiled = roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=4, stage_compiler=_breaking)
     compiled.trace(**batch)
     for broken, seconds in ((1, 0.0), (0, 0.0), (1, 0.3), (0, 0.3)):  # others go through the step, or stop in it
@@ -278,28 +280,30 @@ def check_what_a_plan_shows(rank: int, folder: str) -> None:
     assert len(set(printed)) == 1
 
 
+def _call_and_step(model: Any, batch: dict[str, Any], step_first: bool) -> tuple[torch.Tensor, ...]:
+    """A call with its backward, one without gradients, and a step: the call's loss, outputs, and the step's results."""
+    x = batch["x"] if "x" in batch else batch["tokens"]
+    torch.manual_seed(5)
+    if step_first:
+        model.forward_backward(**batch)
+    loss = batch["loss_fn"](model(x), batch["labels"])
+    loss.backward()
+    model.eval()
+    with torch.no_grad():
+        output = model(x)
+    model.train()
+    return loss.detach(), output, *model.forward_backward(**batch, return_outputs=True)
+
+
 def check_calls(_rank: int, _folder: str) -> None:
     """A call with ``backward()``, and one without gradients, are those of one process, after a step and before one."""
-    for name, first in (("net", True), ("tied", False)):
+    for name, step_first in (("net", True), ("tied", False)):
         model, batch = make(name)
         plain = copy.deepcopy(model)
-        x, labels, loss_fn = (batch[key] for key in ("x" if name == "net" else "tokens", "labels", "loss_fn"))
-        both = []
-        for compiled in (
-            _in_one_process(plain, num_microbatches=4),
-            roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=4),
-        ):
-            torch.manual_seed(5)
-            if first:
-                compiled.forward_backward(**batch)
-            loss = loss_fn(compiled(x), labels)
-            loss.backward()
-            compiled.eval()
-            with torch.no_grad():
-                both.append((loss, compiled(x)))
-            compiled.train()
-            both[-1] += compiled.forward_backward(**batch, return_outputs=True)
-        assert all(map(torch.equal, *both))
+        alone = functools.partial(_call_and_step, _in_one_process(plain, num_microbatches=4), batch, step_first)
+        expected = train_on_rank_0(plain, alone)
+        compiled = roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=4)
+        assert all(map(torch.equal, _call_and_step(compiled, batch, step_first), expected))
         gradients = {key: value.grad for key, value in plain.named_parameters()}
         assert all(torch.equal(value.grad, gradients[key]) for key, value in compiled.named_parameters())
 
@@ -307,15 +311,16 @@ def check_calls(_rank: int, _folder: str) -> None:
 def check_input_gradients(_rank: int, _folder: str) -> None:
     """The gradient of an input is the same on all ranks, whichever of them read it."""
     model, batch = make("skips")
-    x, both = batch["x"], []
-    for compiled in (
-        _in_one_process(copy.deepcopy(model), num_microbatches=3),
-        roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=3),
-    ):
-        own, scale = x.clone().requires_grad_(), torch.ones(16, requires_grad=True)
+    plain = copy.deepcopy(model)
+
+    def gradients(compiled: Any) -> list[torch.Tensor]:
+        own, scale = batch["x"].clone().requires_grad_(), torch.ones(16, requires_grad=True)
         compiled.forward_backward(own * scale, labels=batch["labels"], loss_fn=nn.functional.mse_loss)
-        both.append((own.grad, scale.grad))
-    assert all(map(torch.equal, *both))
+        return [own.grad, scale.grad]
+
+    expected = train_on_rank_0(plain, lambda: gradients(_in_one_process(plain, num_microbatches=3)))
+    compiled = roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=3)
+    assert all(map(torch.equal, gradients(compiled), expected))
 
 
 def _on_meta(name: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -332,7 +337,8 @@ def check_without_memory(rank: int, folder: str) -> None:
         if rank == 0:
             _save(whole, path)
         dist.barrier()
-        losses = _steps(_in_one_process(whole, num_microbatches=2), batch)
+        alone = _in_one_process(whole, num_microbatches=2)
+        losses = train_on_rank_0(whole, functools.partial(_steps, alone, batch))
         model, _ = _on_meta(name)
         compiled = roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=2)
         compiled.trace(**batch)
@@ -404,9 +410,10 @@ def check_checkpoints(_rank: int, folder: str) -> None:
     for name in ("net", "tied"):
         model, batch = make(name)
         initial = copy.deepcopy(model)
-        plain = _in_one_process(copy.deepcopy(initial), num_microbatches=2)
+        plain = copy.deepcopy(initial)
+        alone = _in_one_process(plain, num_microbatches=2)
         torch.manual_seed(5)
-        expected = _train(plain, _adam(plain), batch, 4)
+        expected = train_on_rank_0(plain, functools.partial(_train, alone, _adam(alone), batch, 4))
         compiled = roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=2)
         compiled.trace(**batch)
         optimizer = _adam(compiled)

@@ -24,6 +24,7 @@ from roundpipe_fx.pipeline.step.scheduled import UnequalMicrobatches, UnequalMic
 from roundpipe_fx.planner import cut_for_schedule
 from roundpipe_fx.schedules import data_parallel
 from tests.distributed.models import Net, make
+from tests.distributed.reference import train_on_rank_0
 from tests.trainers.processes import in_processes
 
 STEPS = 2
@@ -121,7 +122,7 @@ def check_one_seed(_rank: int, _folder: str) -> None:
     model, batch = make("tied")
     plain = copy.deepcopy(model)
     whole = roundpipe_fx.compile(plain, devices=["cpu"] * 2, num_microbatches=4)
-    expected = _steps(whole, _batch_of(batch, 0, 24), 5, _step)
+    expected = train_on_rank_0(plain, lambda: _steps(whole, _batch_of(batch, 0, 24), 5, _step))
     after = torch.get_rng_state()
     compiled = roundpipe_fx.compile(model, mesh=mesh, num_microbatches=2)
     own = {name: value[12 * replica :][:12] if name != "loss_fn" else value for name, value in batch.items()}
