@@ -29,7 +29,7 @@ __all__ = [
     "vocabulary_parallel",
 ]
 
-WIDTH, WORDS = 16, 32
+WIDTH, WORDS, DEPTH = 16, 32, 2
 
 
 class Block(nn.Module):
@@ -57,7 +57,7 @@ class Net(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Block(dropout) for _ in range(4))
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(DEPTH))
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ class BreakingBlock(Block):
 class BreakingNet(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(BreakingBlock(0.0) for _ in range(4))
+        self.layers = nn.ModuleList(BreakingBlock(0.0) for _ in range(DEPTH))
 
 
 class PickingBlock(nn.Module):
@@ -116,7 +116,7 @@ class PickingBlock(nn.Module):
 class PickingNet(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(PickingBlock() for _ in range(4))
+        self.layers = nn.ModuleList(PickingBlock() for _ in range(DEPTH))
 
 
 def picking_parallel(model: Any, mesh: DeviceMesh) -> Any:

@@ -18,6 +18,7 @@ from roundpipe_fx.torch_private import dynamo_flags
 from tests import hugging_face
 from tests.comparison import Step, assert_bitwise, loss_of
 from tests.golden_models import GOLDEN, TiedTransformer
+from tests.long import long_but
 from tests.pipeline.steps import SCHEDULES, Blocks, assert_close, left_behind, squares
 from tests.pipeline.test_buffer_versions import Halved
 
@@ -105,7 +106,7 @@ def test_it_has_the_bits_of_a_model_on_the_device(name: str) -> None:
             assert_bitwise(*_steps(name, devices, 1, recompute=recompute))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", long_but(SCHEDULES, quick={"1f1b", "zbv", "roundpipe"}))
 @pytest.mark.parametrize("name", ["tied_transformer", "unet"])
 def test_microbatches_under_every_schedule(name: str, schedule: str) -> None:
     for devices in _devices():
@@ -135,14 +136,14 @@ def test_the_model_called_and_its_outputs_differentiated(name: str) -> None:
         assert torch.equal(steps[0][1], steps[1][1])
 
 
-@pytest.mark.parametrize("budget", [0.0, 0.5, 1.0, "24MiB", "13MiB"])
+@pytest.mark.parametrize("budget", long_but([0.0, 0.5, 1.0, "24MiB", "13MiB"], quick={0.0, "24MiB"}))
 def test_a_budget_counts_weights_and_gradients_that_come_and_go(budget: float | str) -> None:
     tokens = torch.randint(512, (8, 64))
     for devices in _devices():
         model = TiedTransformer(width=256, depth=8, vocabulary=512)
         everything = 2 * sum(parameter.nbytes for parameter in model.parameters())
         compiled = roundpipe_fx.compile(
-            model, devices=devices, num_microbatches=4, stage_compiler="eager", memory_budget=budget
+            model, devices=devices, num_microbatches=4, stage_compiler="eager", memory_budget=budget, tiling="never"
         )
         compiled.forward_backward(tokens=tokens, targets=tokens)
         gc.collect()  # what earlier tests have left is freed now, and not during a step
@@ -169,7 +170,7 @@ def test_values_leave_for_the_host_and_come_back_with_the_same_bits_within_the_p
         for budget in (1.0, 0.2, 0.0):
             own = copy.deepcopy(model)
             compiled = roundpipe_fx.compile(
-                own, devices=devices, num_microbatches=8, stage_compiler="eager", memory_budget=budget
+                own, devices=devices, num_microbatches=8, stage_compiler="eager", memory_budget=budget, tiling="never"
             )
             for _ in range(3):
                 own.zero_grad()

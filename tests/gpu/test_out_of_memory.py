@@ -92,9 +92,9 @@ def test_a_budget_that_is_larger_than_what_is_left(front_door: str) -> None:
     optimizer.step()
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if front_door == "compile":
-        compiled: Any = roundpipe_fx.compile(model, memory_budget="400MiB", stage_compiler="eager")
+        compiled: Any = roundpipe_fx.compile(model, memory_budget="400MiB", stage_compiler="eager", tiling="never")
     else:
-        options = {"memory_budget": "400MiB", "stage_compiler": "eager"}
+        options = {"memory_budget": "400MiB", "stage_compiler": "eager", "tiling": "never"}
         compiled = torch.compile(model, backend="roundpipe_fx", options=options)
     compiled(x).backward()  # libraries have allocated what they keep
     gc.collect()
@@ -117,7 +117,7 @@ def test_a_budget_that_is_larger_than_what_is_left(front_door: str) -> None:
 
 def test_memory_in_pieces_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, x = _training()
-    compiled = roundpipe_fx.compile(model, memory_budget=1.0, stage_compiler="eager")
+    compiled = roundpipe_fx.compile(model, memory_budget=1.0, stage_compiler="eager", tiling="never")
     compiled(x).backward()
     model.zero_grad()
     gc.collect()
@@ -140,7 +140,7 @@ def test_memory_in_pieces_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_earlier_calls_of_a_step_hold_is_the_steps() -> None:
     model, _, x = _training()
-    compiled = roundpipe_fx.compile(model, memory_budget="400MiB", stage_compiler="eager")
+    compiled = roundpipe_fx.compile(model, memory_budget="400MiB", stage_compiler="eager", tiling="never")
     compiled(x).backward()
     model.zero_grad()
     gc.collect()
@@ -159,7 +159,7 @@ def test_in_a_pipeline_each_device_is_listed(way: str) -> None:
     devices = ["cuda:0", "cuda:1"] if torch.cuda.device_count() > 1 else ["cuda:0", "cuda:0"]
     model, _, x = _training()
     compiled = roundpipe_fx.compile(
-        model, devices=devices, num_microbatches=2, memory_budget="400MiB", stage_compiler="eager"
+        model, devices=devices, num_microbatches=2, memory_budget="400MiB", stage_compiler="eager", tiling="never"
     )
 
     def step() -> None:
@@ -182,7 +182,7 @@ def test_in_a_pipeline_each_device_is_listed(way: str) -> None:
 
 def test_the_snapshot_can_be_written_afterwards(tmp_path: Path) -> None:
     model, _, x = _training()
-    compiled = roundpipe_fx.compile(model, memory_budget="400MiB", stage_compiler="eager")
+    compiled = roundpipe_fx.compile(model, memory_budget="400MiB", stage_compiler="eager", tiling="never")
     compiled(x).backward()
     gc.collect()
     with _little_left(36), _running_out():
@@ -199,7 +199,7 @@ def test_the_snapshot_can_be_written_afterwards(tmp_path: Path) -> None:
 @pytest.mark.hardware
 def test_what_the_allocator_records_is_beside_the_plan(tmp_path: Path) -> None:
     model, _, x = _training()
-    compiled = roundpipe_fx.compile(model, memory_budget=0.5, stage_compiler="eager")
+    compiled = roundpipe_fx.compile(model, memory_budget=0.5, stage_compiler="eager", tiling="never")
     compiled(x).backward()
     torch.cuda.memory._record_memory_history()
     try:
