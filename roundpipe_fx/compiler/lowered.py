@@ -1,4 +1,14 @@
-"""A joint graph that was lowered to programs, and what is derived from them: its peak, a call's footprint."""
+"""A joint graph that was lowered to programs, and what is derived from them: its peak, a call's footprint.
+
+The programs are followed once, as a course of allocations and frees, and all bytes are read from that::
+
+    forward, backward ── follow_programs ──▶ course ─┬─ find_course_peak ─────────▶ call_peak, lasting_peak
+                                                     └─ compute_course_footprint ─▶ footprint
+    footprint, needs of the step's other calls ── StepNeeds.peak ─────────────────▶ peak
+
+On CUDA a peak depends on blocks that the caching allocator holds already: it is the largest of several histories.
+``call_peak`` counts those that the device has now as well; ``lasting_peak`` does not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""From a graph that is not cut to the operations that plans are searched for, whole or with regions in tiles."""
+"""From a graph that is not cut to the operations that plans are searched for, whole or with regions in tiles.
+
+::
+
+    annotated graph ── cut_graph ──▶ segments, stages ── (staged passes) ── read_graph_operations ──▶ operations
+          │                                                                        ▲
+          └─ split_means ── tile_graph, for each choice of regions and counts ─────┘  cut and read in the same way
+
+A region in tiles is one loop in the graph, so it is one operation: the search for recomputation does not look into it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Parameters and state of a compiled module whose stages run in several processes: its own rank's only."""
+"""Parameters and state of a compiled module whose stages run in several processes: its own rank's only.
+
+Each process has the whole module, and the plan says which tensors are its own. With a tied embedding on two ranks::
+
+    rank 0   embed.weight  layers.0.*                          parameters(), state_dict(), load(), save(): these
+    rank 1                             layers.1.*  embed.weight
+             norm of all gradients: each tensor is counted by one rank, each part of a sharded one by its own
+
+Before the first plan no rank has any, and every function here raises.
+"""
 
 from __future__ import annotations
 

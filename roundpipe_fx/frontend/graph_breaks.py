@@ -1,7 +1,12 @@
 """Graph breaks: places where a model could not be traced as one graph. The user is warned of each place once.
 
 There are two kinds. After most breaks tracing continues, and each part is a separate graph. If the break is in a loop,
-Dynamo skips the whole function: it runs eagerly, and only the functions that it calls are compiled.
+Dynamo skips the whole function: it runs eagerly, and only the functions that it calls are compiled::
+
+    def forward(self, x):                     def forward(self, x):
+        x = self.first(x)      graph 1            for layer in self.layers:     eager
+        print(x.sum())         eager                  x = layer(x)              a graph for each call
+        return self.last(x)    graph 2                print(x.sum())            eager
 """
 
 from __future__ import annotations

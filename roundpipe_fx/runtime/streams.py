@@ -2,7 +2,17 @@
 
 The graph of a program contains ``torch.ops.streams`` operations; its source calls ``streams.fork(0, 1)`` and so on. The
 operators look streams up in a table of Dynamo that every trace clears, so each method here does what the operator of
-the same name does, on streams and events that belong to the program. On the CPU they do nothing.
+the same name does, on streams and events that belong to the program. On the CPU they do nothing::
+
+    streams.record_event(2, 0)          stream 0   ─•─▶ stage_1_backward ──•─▶ stage_0_backward
+    … = stage_1_backward(…)                         │ event 2              │ event 3
+    streams.fork(0, 1)                  stream 1    └─▶ stage_0_recompute ─┘
+    streams.wait_event(2, 1)
+    … = stage_0_recompute(…)            calls between fork and join are issued to stream 1
+    streams.record_event(3, 1)
+    streams.join(1, 0)
+    streams.wait_event(3, 0)
+    … = stage_0_backward(…)
 """
 
 from __future__ import annotations

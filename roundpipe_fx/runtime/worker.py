@@ -2,7 +2,11 @@
 
 Workers on the CPU divide the cores among them, so that they run in parallel. Threads end when the workers are closed or
 garbage-collected, or with the process. A process that was forked has none of them, and starts its own when it needs
-them.
+them::
+
+    caller     submit(job) ──┬────────────────────────┬──▶ waits for what the job says
+                             ▼                        ▼
+    worker 0   job(0, streams of device 0)   worker 1   job(1, streams of device 1)   one job a step: all of its actions
 """
 
 from __future__ import annotations
