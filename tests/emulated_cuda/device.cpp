@@ -36,7 +36,7 @@ using torch::jit::Stack;
 constexpr auto kType = c10::DeviceType::CUDA;
 constexpr int kDevices = 4;
 constexpr size_t kRounding = 512;
-constexpr int64_t kCapacity = 4LL << 30;
+constexpr int64_t kCapacity = 16LL << 30;
 constexpr int kPooledStreams = 32;
 
 // ---------------------------------------------------------------------------------------------------------- clocks
