@@ -6,7 +6,7 @@ Each process has the whole module, and the plan says which tensors are its own. 
     rank 1                             layers.1.*  embed.weight
              norm of all gradients: each tensor is counted by one rank, each part of a sharded one by its own
 
-Before the first plan no rank has any, and every function here raises.
+Before the first plan it is not known which these are, and whatever needs to know raises.
 """
 
 from __future__ import annotations

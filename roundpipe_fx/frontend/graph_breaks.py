@@ -3,10 +3,10 @@
 There are two kinds. After most breaks tracing continues, and each part is a separate graph. If the break is in a loop,
 Dynamo skips the whole function: it runs eagerly, and only the functions that it calls are compiled::
 
-    def forward(self, x):                     def forward(self, x):
-        x = self.first(x)      graph 1            for layer in self.layers:     eager
-        print(x.sum())         eager                  x = layer(x)              a graph for each call
-        return self.last(x)    graph 2                print(x.sum())            eager
+    def forward(self, x):                           def forward(self, x):
+        x = self.first(x)            graph 1            for layer in self.layers:            eager
+        torch._dynamo.graph_break()                         x = layer(x)                     layer.forward: a graph
+        return self.last(x)          graph 2                torch._dynamo.graph_break()      eager
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ Workers on the CPU divide the cores among them, so that they run in parallel. Th
 garbage-collected, or with the process. A process that was forked has none of them, and starts its own when it needs
 them::
 
-    caller     submit(job) ──┬────────────────────────┬──▶ waits for what the job says
-                             ▼                        ▼
-    worker 0   job(0, streams of device 0)   worker 1   job(1, streams of device 1)   one job a step: all of its actions
+    caller     submit(job) ─┬─▶ job(0, streams of device 0)    in the thread of worker 0
+               returns      └─▶ job(1, streams of device 1)    in the thread of worker 1
 """
 
 from __future__ import annotations

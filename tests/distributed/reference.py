@@ -1,4 +1,4 @@
-"""What one process computes, which all ranks compare with: rank 0 computes it for them."""
+"""Reference results of one process, computed by rank 0 for all ranks."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import roundpipe_fx
 from roundpipe_fx import Schedule
 from tests.distributed.models import make
 from tests.distributed.reference import train_on_rank_0
-from tests.trainers.processes import in_processes
+from tests.processes import in_processes
 
 
 def _mesh() -> DeviceMesh:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import roundpipe_fx
 from roundpipe_fx.distributed.ranks import RanksDifferError, RemoteError
 from tests.distributed.models import Block, make
-from tests.trainers.processes import in_processes
+from tests.processes import in_processes
 
 GATHER, REDUCE = "_allgather_base_", "allreduce_"
 

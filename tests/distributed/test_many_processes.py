@@ -24,7 +24,7 @@ import roundpipe_fx
 from roundpipe_fx.distributed.ranks import RanksDifferError, RemoteError
 from tests.distributed.models import LARGER, MODELS, Block, Net, Tied, language_loss, make
 from tests.distributed.reference import train_on_rank_0
-from tests.trainers.processes import Check, in_processes
+from tests.processes import Check, in_processes
 
 STEPS = 2
 

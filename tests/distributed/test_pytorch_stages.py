@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 import roundpipe_fx
 from roundpipe_fx.schedules import interleaved
 from tests.distributed.models import Block, Net, Skips, Tied, make
-from tests.trainers.processes import Check, in_processes
+from tests.processes import Check, in_processes
 
 MSE = nn.functional.mse_loss
 

@@ -25,7 +25,7 @@ from roundpipe_fx.planner import cut_for_schedule
 from roundpipe_fx.schedules import data_parallel
 from tests.distributed.models import Net, make
 from tests.distributed.reference import train_on_rank_0
-from tests.trainers.processes import in_processes
+from tests.processes import in_processes
 
 STEPS = 2
 Gradients = dict[str, torch.Tensor]

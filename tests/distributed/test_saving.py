@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import roundpipe_fx
 from roundpipe_fx.distributed.ranks import RemoteError
 from tests.distributed.models import Tied, language_loss, make
-from tests.trainers.processes import Check, in_processes
+from tests.processes import Check, in_processes
 
 
 def _traced(model: nn.Module, batch: dict[str, Any], names: tuple[str, ...] = ("pp",), **options: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import roundpipe_fx
 from roundpipe_fx.budget import bytes_text
 from tests.distributed.models import Net
-from tests.trainers.processes import in_processes
+from tests.processes import in_processes
 
 SEVERAL_STAGES = {"num_microbatches": 4, "stages": 4, "schedule": "interleaved"}
 

@@ -20,7 +20,7 @@ from roundpipe_fx.distributed import gathering
 from roundpipe_fx.distributed.ranks import RemoteError
 from roundpipe_fx.schedules import data_parallel
 from tests.distributed.models import Block, make
-from tests.trainers.processes import in_processes
+from tests.processes import in_processes
 
 STEPS = 3
 

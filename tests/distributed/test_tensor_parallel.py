@@ -35,7 +35,7 @@ from tests.distributed.parallel_layers import (
     tensor_parallel,
     vocabulary_parallel,
 )
-from tests.trainers.processes import in_processes
+from tests.processes import in_processes
 
 
 def as_it_is(module: torch.fx.GraphModule, _examples: Any) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.trainers.processes import start_processes
+from tests.processes import start_processes
 
 __all__ = ["on_devices"]
 

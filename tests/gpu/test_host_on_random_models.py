@@ -16,6 +16,7 @@ from torch import nn
 import roundpipe_fx
 from roundpipe_fx.runtime.host_buffers import HostBuffers
 from tests.comparison import Step, assert_bitwise
+from tests.long import long_but
 from tests.pipeline.steps import assert_close, left_behind
 
 pytestmark = [
@@ -170,7 +171,7 @@ class Steps:
         return refused.value.minimum
 
 
-@pytest.mark.parametrize("seeds", [range(2, 4)])
+@pytest.mark.parametrize("seeds", long_but([range(2, 4), range(4)], quick=[range(2, 4)]))
 def test_the_host_changes_no_bit_and_no_tier_holds_more_than_it_may(
     seeds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import roundpipe_fx
-from tests.trainers.processes import Check, in_two_processes
+from tests.processes import Check, in_two_processes
 
 
 class Net(nn.Module):

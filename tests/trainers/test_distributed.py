@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import roundpipe_fx
-from tests.trainers.processes import Check, in_two_processes
+from tests.processes import Check, in_two_processes
 
 
 class Net(nn.Module):

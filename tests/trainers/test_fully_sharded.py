@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import roundpipe_fx
-from tests.trainers.processes import Check, in_two_processes
+from tests.processes import Check, in_two_processes
 
 
 class Block(nn.Module):

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 import roundpipe_fx
 from roundpipe_fx.ir.collectives import DistributedTensorError, is_collective
 from tests.counting import count_operations
-from tests.trainers.processes import start_processes
+from tests.processes import start_processes
 
 WIDTH = 16
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import roundpipe_fx
-from tests.trainers.processes import in_processes
+from tests.processes import in_processes
 from tests.trainers.test_tensor_parallel import WIDTH, Net, sequence_parallel, tensor_parallel
 
 

@@ -39,6 +39,7 @@ def start_processes(function: Callable[..., None], arguments: tuple[object, ...]
     """Run ``function(rank, *arguments)`` in processes, and wait for them; an exception in one is raised.
 
     They are forked from a server without threads, which has imported once what takes most of them seconds to import.
+    The server has the environment of the first call: what is changed later does not reach them.
     """
     multiprocessing.set_forkserver_preload(_PRELOADED)
     torch.multiprocessing.start_processes(function, arguments, nprocs=count, start_method="forkserver")
