@@ -21,10 +21,19 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost import tensor_bytes
-from roundpipe_fx.analysis.fusion import dropped_operands, is_fusible, is_virtual
+from roundpipe_fx.analysis.cost import count_flops, tensor_bytes
+from roundpipe_fx.analysis.fusion import dropped_operands, in_same_module, is_computed_in_kernel, is_fusible, is_virtual
 from roundpipe_fx.analysis.minimum_cut import SINK, SOURCE, UNCUTTABLE, Arc, choose_unit, minimum_cut
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, tensor_values, viewed
+from roundpipe_fx.ir.joint_graph import (
+    JointGraph,
+    Mark,
+    Phase,
+    input_nodes,
+    is_view,
+    readers_behind_views,
+    tensor_values,
+    viewed,
+)
 
 aten = torch.ops.aten
 
@@ -43,13 +52,14 @@ _Modules = dict[fx.Node, set[tuple[int, Phase]]]
 """For a value, stage and phase of modules."""
 
 
-def recompute_in_readers(joint: JointGraph, whole_backward: bool) -> JointGraph:
+def recompute_in_readers(joint: JointGraph, whole_backward: bool, adds_kernels: bool) -> JointGraph:
     """Repeat fusible operations of the forward in the backward modules that read their results.
 
     Args:
         joint: a graph with recomputation written into it; it is rewritten.
         whole_backward: whether nothing runs before incoming gradients arrive, so that all that is recomputed joins the
             backward module of its stage.
+        adds_kernels: whether bytes may be saved at the price of kernels that only repeat a value.
 
     Returns:
         The same graph.
@@ -57,14 +67,14 @@ def recompute_in_readers(joint: JointGraph, whole_backward: bool) -> JointGraph:
     if whole_backward:
         for node in joint.in_phase(Phase.RECOMPUTE):
             node.meta[Mark.PHASE] = Phase.BACKWARD
-    repeated = _repeated(joint)
+    repeated = _repeated(joint, adds_kernels)
     if repeated:
         _repeat(joint, repeated)
         joint.drop_unread()
     return joint
 
 
-def _repeated(joint: JointGraph) -> set[fx.Node]:
+def _repeated(joint: JointGraph, adds_kernels: bool) -> set[fx.Node]:
     """Forward operations that are repeated in the backward."""
     needed: _Modules = {}
     for node in _later(joint):
@@ -88,7 +98,9 @@ def _repeated(joint: JointGraph) -> set[fx.Node]:
         # to be written as well as read.
         saving[value] = size * _REPEATED // (_RETURNED if value in returned else 1)
         saving[value] *= _WRITTEN if is_virtual(value, Phase.FORWARD) else 1
-        if is_fusible(value) and joint.mutated_inputs.isdisjoint(map(viewed, _operands(value))):
+        if not is_fusible(value) or not joint.mutated_inputs.isdisjoint(map(viewed, _operands(value))):
+            continue
+        if adds_kernels or not _needs_kernel(value):
             repeating[value] = size
             pending += _bases(value)
     if not repeating.keys() & needed.keys():
@@ -102,6 +114,46 @@ def _repeated(joint: JointGraph) -> set[fx.Node]:
             break
         times |= more
     return repeated
+
+
+def _needs_kernel(value: fx.Node) -> bool:
+    """Test for a value that the backward would repeat in a kernel that does nothing else.
+
+    An operation without a kernel around it reads the value from memory. A kernel that starts from the same values can
+    write it in passing, unless it waits for that operation, as it does after a convolution::
+
+        y, grad ─▶ mm ─▶ gradient of w           y, w, grad ─▶ convolution_backward ─▶ gradients of w and y
+        x, … ─▶ gelu_backward, writes y          x, gradient of y ─▶ threshold_backward
+    """
+    sources, pending = {value}, [value]
+    while pending:
+        bases = set(_bases(pending.pop())) - sources
+        sources |= bases
+        pending += filter(is_fusible, bases)
+    kernels = [reader for source in sources for reader in _backward_readers(source) if is_computed_in_kernel(reader)]
+    return any(
+        all(_waits_for(kernel, reader) for kernel in kernels if in_same_module(kernel, reader))
+        for reader in _backward_readers(value)
+        if count_flops(reader)
+    )
+
+
+def _backward_readers(value: fx.Node) -> list[fx.Node]:
+    """Operations of the backward that read a value, directly or through views."""
+    return [reader for reader in readers_behind_views(value) if reader.meta.get(Mark.PHASE) is Phase.BACKWARD]
+
+
+def _waits_for(node: fx.Node, operation: fx.Node) -> bool:
+    """Test for an operation that another one's result is computed from."""
+    pending, seen = [node], {node}
+    while pending:
+        current = pending.pop()
+        if current is operation:
+            return True
+        before = {source for source in current.all_input_nodes if not source < operation} - seen
+        seen |= before
+        pending += before
+    return False
 
 
 def _cheapest(needed: _Modules, saving: Mapping[fx.Node, int], repeating: Mapping[fx.Node, int]) -> set[fx.Node]:

@@ -40,6 +40,7 @@ from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.passes.batch_norm import release_running_statistics
 from roundpipe_fx.passes.boolean_indexing import expand_boolean_indexing
+from roundpipe_fx.passes.channels_last import put_channels_last
 from roundpipe_fx.passes.conjugate_numbers import fold_conjugate_numbers
 from roundpipe_fx.passes.cse import eliminate_common_subexpressions
 from roundpipe_fx.passes.dropout import expand_dropout
@@ -93,6 +94,11 @@ def _eager(context: PassContext) -> bool:
 def _compiled(context: PassContext) -> bool:
     """a stage compiler generates the kernels"""
     return context.compiler != "eager"
+
+
+def _by_inductor(context: PassContext) -> bool:
+    """Inductor compiles the stages"""
+    return isinstance(context.compiler, Inductor)
 
 
 def _fused(context: PassContext) -> bool:
@@ -248,6 +254,12 @@ _PASSES = (
         lambda joint, context: restore_layouts(joint, context.device if _device_present(context) else None),
         when=_eager,
         about="restore the strides recorded in the graph",
+    ),
+    Pass(
+        "channels_last",
+        lambda joint, context: put_channels_last(joint, context.device.type == "cpu", _inductor_options(context)),
+        when=_by_inductor,
+        about="record channels innermost in memory where Inductor computes convolutions in that order",
     ),
     Pass(
         "strided_gradients",
@@ -418,7 +430,7 @@ _PASSES = (
     ),
     Pass(
         "fused_recompute",
-        lambda joint, context: recompute_in_readers(joint, context.runs_programs),
+        lambda joint, context: recompute_in_readers(joint, context.runs_programs, not context.fewest_stages),
         level=PassLevel.PLANNED,
         when=_fused,
         about="recompute values in the kernels that read them instead of saving them",
@@ -549,6 +561,11 @@ def _with_cuts(cut: tuple[JointGraph, Sequence[Any]]) -> JointGraph:
 def _drop_dead_code(joint: JointGraph) -> JointGraph:
     joint.drop_unread()
     return joint
+
+
+def _inductor_options(context: PassContext) -> dict[str, Any]:
+    assert isinstance(context.compiler, Inductor)
+    return dict(context.compiler.options)
 
 
 def passes_table() -> str:

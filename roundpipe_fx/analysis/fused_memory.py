@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost.model import tensor_bytes
-from roundpipe_fx.analysis.fusion import COSTLY_ON_CPUS, WRITTEN_IN_KERNELS, is_in_kernel, is_on_cpu
+from roundpipe_fx.analysis.fusion import COSTLY_ON_CPUS, WRITTEN_IN_KERNELS, is_computed_in_kernel, is_on_cpu
 from roundpipe_fx.analysis.program_events import FollowedModule, FollowedOperation
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
 from roundpipe_fx.codegen import StageModule
@@ -32,23 +32,6 @@ from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor, is_view, readers
 from roundpipe_fx.torch_private import size_hint
 
 aten = torch.ops.aten
-
-_ALSO_IN_KERNELS = frozenset(
-    {
-        aten._log_softmax_backward_data.default,
-        aten._softmax_backward_data.default,
-        aten.embedding.default,
-        aten.gather.default,
-        aten.index.Tensor,
-        aten.native_dropout.default,
-        aten.native_group_norm_backward.default,
-        aten.native_layer_norm_backward.default,
-        aten.nll_loss_backward.default,
-        aten.select_backward.default,
-        aten.slice_backward.default,
-    }
-)
-"""Operators of which Inductor makes kernels, beyond those of :func:`~roundpipe_fx.analysis.fusion.is_in_kernel`."""
 
 
 def follow_fused(call: StageModule, storages: Sequence[Sequence[int]], dying: Collection[int] = ()) -> FollowedModule:
@@ -91,7 +74,7 @@ def follow_fused(call: StageModule, storages: Sequence[Sequence[int]], dying: Co
     dead = {
         node: [storage for storage in reads[node] if last[storage] is node and storage in free]
         for node in allocations
-        if _is_computed_in_kernel(node)
+        if is_computed_in_kernel(node)
     }
     overwritten = _overwrite(allocations, dead, sizes)
 
@@ -178,25 +161,20 @@ def find_virtual(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_read_in_kernel(reader: fx.Node) -> bool:
-    return reader.op != "output" and _is_computed_in_kernel(reader)
+    return reader.op != "output" and is_computed_in_kernel(reader)
 
 
 def _is_fused(node: fx.Node) -> bool:
-    return node.op == "placeholder" or is_view(node) or _is_computed_in_kernel(node)
+    return node.op == "placeholder" or is_view(node) or is_computed_in_kernel(node)
 
 
 def _is_in_same_loop(node: fx.Node) -> bool:
     return node.op == "placeholder" or is_view(node) or _is_pointwise(node)
 
 
-def _is_computed_in_kernel(node: fx.Node) -> bool:
-    maker = node.all_input_nodes[0] if node.target is operator.getitem else node
-    return is_in_kernel(node) or maker.target in _ALSO_IN_KERNELS
-
-
 def _is_pointwise(node: fx.Node) -> bool:
     """Test for a value computed in a kernel that is no reduction: those are made once, before their readers run."""
-    if node.op != "call_function" or not _is_computed_in_kernel(node):
+    if node.op != "call_function" or not is_computed_in_kernel(node):
         return False
     if not is_tensor(node):  # several results: each is an item
         return True
@@ -216,7 +194,7 @@ def _count_bytes(node: fx.Node) -> list[int]:
 
 def _make(node: fx.Node, numbers: StorageIds) -> list[int]:
     """Number what a node allocates: an item of several results that a kernel computes, as a result of its own."""
-    if node.target is operator.getitem and _is_computed_in_kernel(node) and not is_view(node):
+    if node.target is operator.getitem and is_computed_in_kernel(node) and not is_view(node):
         numbers.assign(node, [numbers.allocate(value) for value in tensor_values(node)])
         return numbers.get(node)
     return numbers.follow(node)

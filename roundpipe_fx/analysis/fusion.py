@@ -89,6 +89,22 @@ WRITTEN_IN_KERNELS = frozenset(
 )
 """Operators that are pointwise operations and reductions, of which Inductor makes kernels with what is around them."""
 
+_ALSO_IN_KERNELS = frozenset(
+    {
+        aten._log_softmax_backward_data.default,
+        aten._softmax_backward_data.default,
+        aten.embedding.default,
+        aten.gather.default,
+        aten.index.Tensor,
+        aten.native_dropout.default,
+        aten.native_group_norm_backward.default,
+        aten.native_layer_norm_backward.default,
+        aten.nll_loss_backward.default,
+        aten.select_backward.default,
+        aten.slice_backward.default,
+    }
+)
+"""Operators of which Inductor makes kernels, beyond those of :func:`is_in_kernel`."""
 
 COSTLY_ON_CPUS = frozenset(
     {
@@ -148,6 +164,12 @@ def is_in_kernel(node: fx.Node) -> bool:
     return is_fusible(maker) or maker.target in _REDUCTIONS or maker.target in WRITTEN_IN_KERNELS
 
 
+def is_computed_in_kernel(node: fx.Node) -> bool:
+    """Test for an operation of :func:`is_in_kernel`, or one that Inductor decomposes into such."""
+    maker = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return is_in_kernel(node) or maker.target in _ALSO_IN_KERNELS
+
+
 def is_virtual(node: fx.Node, phase: Phase) -> bool:
     """Test for a fusible operation whose result takes no memory in a phase, since only the kernel of it reads it there.
 
@@ -204,7 +226,7 @@ def _is_costly(node: fx.Node) -> bool:
             return True
         bases = {viewed(operand) for operand in current.all_input_nodes} - seen
         seen |= bases
-        pending += [base for base in bases if is_fusible(base) and _same_module(base, node)]
+        pending += [base for base in bases if is_fusible(base) and in_same_module(base, node)]
     return False
 
 
@@ -214,7 +236,7 @@ def _is_read_in_loops(node: fx.Node, phase: Phase) -> bool:
     while pending:
         current, reduced = pending.pop()
         for reader in _readers(current, phase):
-            if reader.op == "output" or not is_in_kernel(reader) or not _same_module(reader, node):
+            if reader.op == "output" or not is_in_kernel(reader) or not in_same_module(reader, node):
                 continue
             if (reader, not reduced) in reached or (reader.target in WRITTEN_IN_KERNELS and not reduced):
                 return True
@@ -225,7 +247,8 @@ def _is_read_in_loops(node: fx.Node, phase: Phase) -> bool:
     return False
 
 
-def _same_module(node: fx.Node, other: fx.Node) -> bool:
+def in_same_module(node: fx.Node, other: fx.Node) -> bool:
+    """Return whether a stage module of the same phase computes both."""
     return all(node.meta.get(mark) == other.meta.get(mark) for mark in (Mark.STAGE, Mark.PHASE))
 
 

@@ -78,6 +78,7 @@ USED: Mapping[str, str] = {
     "torch._inductor.decomposition": "select_decomp_table",
     "torch._inductor.output_code": "CompiledFxGraph CompiledFxGraph.current_callable",
     "torch._inductor.exc": "InductorError",
+    "torch._inductor.graph": "GraphLowering.decide_layout_opt",
     "torch._inductor.ir": "DonatedBuffer",
     "torch._inductor.utils": "BoxedBool get_donated_idxs",
     "torch._inductor.virtualized": "V",

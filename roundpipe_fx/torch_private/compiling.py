@@ -25,6 +25,7 @@ __all__ = [
     "inductor_code",
     "inductor_decomposition",
     "inductor_settings",
+    "inductor_wants_channels_last",
     "is_traced",
     "without_wrapper",
 ]
@@ -94,13 +95,16 @@ def inductor(
         metadata: Any = types.SimpleNamespace(bw_donated_idxs=sorted(donated), static_input_indices=[])
         context.fw_metadata = metadata
         tag += f"roundpipe_fx donated {sorted(donated)}"
+    settings = {**(options or {}), "fallback_random": True}
+    if _has_sizes_of_unknown(example_inputs):
+        settings["fx_graph_cache"] = False
     # A separate tracing context: Inductor reports output strides to the active one, which is the whole model's.
     with (
         torch.no_grad(),
         tracing(context),
         V.set_fake_mode(mode),
         _use_lazy_graph_module(True),  # as within Dynamo: keys of Inductor's cache depend on it
-        config.patch({**(options or {}), "fallback_random": True}),
+        config.patch(settings),
         caching.patch(cache_key_tag=tag),
     ):
         # Decompositions are applied here: `compile_fx_inner` takes a graph that has been lowered.
@@ -173,6 +177,17 @@ def _with_names(examples: Sequence[Any]) -> list[Any]:
     return [with_name(value) for value in examples]
 
 
+def _has_sizes_of_unknown(examples: Sequence[Any]) -> bool:
+    """Test for a number among the inputs that is computed from a size which is no input.
+
+    Inductor's cache looks such a size up by the tensor that the model got, when it compares the numbers of a call with
+    those that code was written for, and fails with a ``KeyError``.
+    """
+    numbers = [value.node.expr for value in examples if isinstance(value, torch.SymInt)]
+    symbols = {expression for expression in numbers if expression.is_Symbol}
+    return any(not expression.free_symbols <= symbols for expression in numbers)
+
+
 def _is_symbolic(value: Any) -> bool:
     return isinstance(value, torch.SymInt | torch.SymFloat)
 
@@ -225,6 +240,21 @@ def inductor_code(
     ):
         inductor(module, example_inputs, decompositions, donated, options)
     return written[-1]
+
+
+def inductor_wants_channels_last(module: fx.GraphModule, on_cpu: bool, options: Mapping[str, Any]) -> bool:
+    """Return whether Inductor would compute the convolutions of a graph with channels innermost in memory.
+
+    Args:
+        module: a graph with fake tensors.
+        on_cpu: whether it runs on a CPU, where the answer is always yes; elsewhere sizes of the convolutions decide.
+        options: names and values of Inductor's settings.
+    """
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    with config.patch(dict(options)), torch.backends.mkldnn.flags(enabled=on_cpu and torch.backends.mkldnn.enabled):
+        return GraphLowering.decide_layout_opt(module, is_inference=False)
 
 
 def inductor_settings() -> list[str]:

@@ -24,7 +24,7 @@ def joint(
     sub: float32[8, 4] = aten.sub.Tensor(mul_1, tanh)
     return (mm_1,), (sub,)
 """
-    made = after(lambda joint: recompute_in_readers(joint, False), before, name="fused_recompute")
+    made = after(lambda joint: recompute_in_readers(joint, False, True), before, name="fused_recompute")
     expecttest.assert_expected_inline(
         made,
         """\
@@ -68,7 +68,7 @@ def joint(
     mul_2: float32[8, 4] = aten.mul.Tensor(mul_1, cos)
     return (sum_1,), (mul_2,)
 """
-    made = after(lambda joint: recompute_in_readers(joint, True), before, name="fused_recompute")
+    made = after(lambda joint: recompute_in_readers(joint, True, True), before, name="fused_recompute")
     expecttest.assert_expected_inline(
         made,
         """\
@@ -115,7 +115,7 @@ def joint(
     mul_2: float32[8, 4] = aten.mul.Tensor(mul_1, getitem_1)
     return (mm_1,), (mul_2,)
 """
-    made = after(lambda joint: recompute_in_readers(joint, True), before, name="fused_recompute")
+    made = after(lambda joint: recompute_in_readers(joint, True, True), before, name="fused_recompute")
     expecttest.assert_expected_inline(
         made,
         """\
@@ -166,5 +166,61 @@ def joint(
     mul_1: float32[8, 4] = aten.mul.Tensor(mul, cos_1)
     return (mm_2,), (mul_1,)
 """
-    made = after(lambda joint: recompute_in_readers(joint, False), before, name="fused_recompute")
+    made = after(lambda joint: recompute_in_readers(joint, False, True), before, name="fused_recompute")
     assert made == before
+
+
+def test_as_text_values_that_would_need_kernels_of_their_own_are_handed_over() -> None:
+    """The kernel of ``cos`` can write ``sin`` for ``mm_3``; that of ``tanh_backward`` waits for what reads ``tanh``."""
+    before = """\
+def joint(
+    x: float32[4, 4],
+    w: float32[4, 4],
+    tangents_1: float32[4, 4],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 4] = aten.mm.default(x, w)
+    sin: float32[4, 4] = aten.sin.default(mm)
+    mm_1: float32[4, 4] = aten.mm.default(sin, w)
+    tanh: float32[4, 4] = aten.tanh.default(mm_1)
+    mm_2: float32[4, 4] = aten.mm.default(tanh, w)
+    # backward, stage 0, segment 0
+    addmm: float32[4, 4] = aten.addmm.default(tangents_1, tanh, w)
+    tanh_backward: float32[4, 4] = aten.tanh_backward.default(addmm, tanh)
+    sub: float32[4, 4] = aten.sub.Tensor(tanh_backward, mm_1)
+    mm_3: float32[4, 4] = aten.mm.default(sin, sub)
+    mm_4: float32[4, 4] = aten.mm.default(sub, w)
+    cos: float32[4, 4] = aten.cos.default(mm)
+    mul: float32[4, 4] = aten.mul.Tensor(mm_4, cos)
+    return (mm_2,), (mm_3, mul)
+"""
+    made = after(lambda joint: recompute_in_readers(joint, True, False), before, name="fused_recompute")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 4],
+    w: float32[4, 4],
+    tangents_1: float32[4, 4],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 4] = aten.mm.default(x, w)
+    sin: float32[4, 4] = aten.sin.default(mm)
+    mm_1: float32[4, 4] = aten.mm.default(sin, w)
+    tanh: float32[4, 4] = aten.tanh.default(mm_1)
+    mm_2: float32[4, 4] = aten.mm.default(tanh, w)
+    # backward, stage 0, segment 0
+    addmm: float32[4, 4] = aten.addmm.default(tangents_1, tanh, w)
+    tanh_backward: float32[4, 4] = aten.tanh_backward.default(addmm, tanh)
+    sub: float32[4, 4] = aten.sub.Tensor(tanh_backward, mm_1)
+    sin_1: float32[4, 4] = aten.sin.default(mm)  # repeats: sin
+    mm_3: float32[4, 4] = aten.mm.default(sin_1, sub)
+    mm_4: float32[4, 4] = aten.mm.default(sub, w)
+    cos: float32[4, 4] = aten.cos.default(mm)
+    mul: float32[4, 4] = aten.mul.Tensor(mm_4, cos)
+    return (mm_2,), (mm_3, mul)
+""",
+    )
+    made = after(lambda joint: recompute_in_readers(joint, True, True), before, name="fused_recompute")
+    assert "# repeats: tanh" in made
+    assert "# repeats: sin" in made

@@ -3,11 +3,13 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import roundpipe_fx
@@ -220,6 +222,34 @@ def test_sizes_that_one_stage_computes_reach_the_next_with_inductor() -> None:
         for parameter, gradient in step.gradients.items():
             torch.testing.assert_close(gradient, reference.gradients[parameter], rtol=1e-4, atol=1e-6)
     assert len(compiled.plans) == 1
+
+
+class _Halved(nn.Module):
+    """Halves the height and the width of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.second = nn.Conv2d(4, 4, 2, stride=2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.second(F.silu(self.norm(self.first(images)))).square().mean()
+
+
+def test_code_for_sizes_that_are_computed_from_no_input_is_not_looked_up_in_inductors_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward gets half of an image's height, and the height is no input."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = _Halved()
+    for _ in range(2):  # the second one finds what the first one has compiled
+        torch._dynamo.reset()
+        compiled = roundpipe_fx.compile(model, dynamic=True, stage_compiler="inductor", fullgraph=True)
+        for images in (torch.randn(3, 3, 8, 8), torch.randn(5, 3, 12, 12)):
+            step = train_step(compiled, model, {"images": images})
+            reference = aot_eager_step(model, {"images": images})
+            for parameter, gradient in step.gradients.items():
+                torch.testing.assert_close(gradient, reference.gradients[parameter], rtol=1e-4, atol=1e-6)
 
 
 def test_a_callable_gets_each_different_module_once() -> None:
