@@ -8,14 +8,15 @@ order of the eager model::
     as captured    x ─▶ conv ─▶ to channels first ═▶ relu ─▶ …      each kernel converts, each value is kept so
     after          x, w ─▶ to channels last ─▶ conv ═▶ relu ─▶ …    only what enters and what leaves is converted
 
-The pass inserts the conversions of operands that are not in this order, and records the strides that follow. Outputs of
-the graph, gradients of weights among them, are converted back. The gradient of group normalization is given what
-autograd promises its kernel: an incoming gradient in the order of the input.
+The pass inserts the conversions of operands that are not in this order, of pointwise operations too if another operand
+is, and records the strides that follow. Outputs of the graph, gradients of weights among them, are converted back. The
+gradient of group normalization is given what autograd promises its kernel: an incoming gradient in the order of the
+input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from torch import fx
 from roundpipe_fx.analysis.cost import layout_of
 from roundpipe_fx.analysis.fake_results import same_dimension_order
 from roundpipe_fx.analysis.recorded_values import RecordedValues, copy_in_order
-from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call
-from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.ir.graph_edit import insert_call
+from roundpipe_fx.ir.joint_graph import JointGraph, has_tag, is_tensor
 from roundpipe_fx.torch_private import inductor_wants_channels_last
 
 aten = torch.ops.aten
@@ -51,21 +52,26 @@ def put_channels_last(joint: JointGraph, on_cpu: bool, options: Mapping[str, Any
     # Forward and backward share the conversion of an input or a weight.
     converted: dict[fx.Node, fx.Node] = {}
     for node in list(joint.computed()):
+        if _mixes_orders(node):
+            # Fused with the operation: one result in this order instead of one that the next convolution converts.
+            for source in _images(node):
+                if not _has_channels_last(source.meta["val"]):
+                    node.replace_input_with(source, _insert_conversion(node, source))
+            values.recompute(node)
+            continue
         if node.target is aten.native_group_norm_backward.default:
-            gradient, source = node.args[:2]
-            assert isinstance(gradient, fx.Node) and isinstance(source, fx.Node)
-            if not same_dimension_order(gradient.meta["val"], source.meta["val"]):
-                node.replace_input_with(gradient, copy_in_order(gradient, source.meta["val"]))
+            gradient, normalized = node.args[:2]
+            assert isinstance(gradient, fx.Node) and isinstance(normalized, fx.Node)
+            if not same_dimension_order(gradient.meta["val"], normalized.meta["val"]):
+                node.replace_input_with(gradient, copy_in_order(gradient, normalized.meta["val"]))
         if node.target not in _OPERANDS or node.args[1].meta["val"].dim() != 4:  # type: ignore[union-attr]
             values.visit(node)
             continue
-        for source in dict.fromkeys(node.args[: _OPERANDS[node.target]]):
-            assert isinstance(source, fx.Node)
+        for source in _tensors(node.args[: _OPERANDS[node.target]]):
             if _has_channels_last(source.meta["val"]):
                 continue
             if source not in converted:
-                converted[source] = insert_call(node, aten.clone.default, source, memory_format=torch.channels_last)
-                inherit_origin(converted[source], node)
+                converted[source] = _insert_conversion(node, source)
             node.replace_input_with(source, converted[source])
         accepted = values.recompute(node)
         assert accepted, f"{node.format_node()} does not accept operands whose channels lie innermost"
@@ -73,6 +79,31 @@ def put_channels_last(joint: JointGraph, on_cpu: bool, options: Mapping[str, Any
     for source in output.all_input_nodes:
         values.restore(output, source)
     return joint
+
+
+def _tensors(operands: Sequence[Any]) -> list[fx.Node]:
+    return list(dict.fromkeys(operands))
+
+
+def _insert_conversion(before: fx.Node, source: fx.Node) -> fx.Node:
+    return insert_call(before, aten.clone.default, source, memory_format=torch.channels_last)
+
+
+def _mixes_orders(node: fx.Node) -> bool:
+    """Test for a pointwise operation on images of which some have channels innermost in memory, and others have not."""
+    orders = {_has_channels_last(source.meta["val"]) for source in _images(node)}
+    return len(orders) == 2 and has_tag(node.target, torch.Tag.pointwise)
+
+
+def _images(node: fx.Node) -> list[fx.Node]:
+    """Operands of the result's shape, if that has four dimensions, whose order in memory matters."""
+    if not is_tensor(node) or node.meta["val"].dim() != 4:
+        return []
+    sizes, _ = layout_of(node.meta["val"])
+    if sizes[1] == 1 or sizes[2] * sizes[3] == 1:
+        return []
+    operands = filter(is_tensor, node.all_input_nodes)
+    return [source for source in operands if layout_of(source.meta["val"]).sizes == sizes]
 
 
 def _has_channels_last(value: torch.Tensor) -> bool:
