@@ -16,7 +16,7 @@ input.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from roundpipe_fx.torch_private import inductor_wants_channels_last
 aten = torch.ops.aten
 
 _OPERANDS: Mapping[Any, int] = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
-"""How many operands are images or weights: the incoming gradient, the input, the weight."""
+"""Number of leading operands that have channels: the incoming gradient, the input, the weight."""
 
 
 def put_channels_last(joint: JointGraph, on_cpu: bool, options: Mapping[str, Any]) -> JointGraph:
@@ -52,27 +52,22 @@ def put_channels_last(joint: JointGraph, on_cpu: bool, options: Mapping[str, Any
     # Forward and backward share the conversion of an input or a weight.
     converted: dict[fx.Node, fx.Node] = {}
     for node in list(joint.computed()):
-        if _mixes_orders(node):
+        if operands := _find_operands(node):
+            for source in operands:
+                if _has_channels_last(source.meta["val"]):
+                    continue
+                if source not in converted:
+                    converted[source] = _insert_conversion(node, source)
+                node.replace_input_with(source, converted[source])
+        elif _mixes_orders(node):
             # Fused with the operation: one result in this order instead of one that the next convolution converts.
-            for source in _images(node):
+            for source in _find_images(node):
                 if not _has_channels_last(source.meta["val"]):
                     node.replace_input_with(source, _insert_conversion(node, source))
-            values.recompute(node)
-            continue
-        if node.target is aten.native_group_norm_backward.default:
-            gradient, normalized = node.args[:2]
-            assert isinstance(gradient, fx.Node) and isinstance(normalized, fx.Node)
-            if not same_dimension_order(gradient.meta["val"], normalized.meta["val"]):
-                node.replace_input_with(gradient, copy_in_order(gradient, normalized.meta["val"]))
-        if node.target not in _OPERANDS or node.args[1].meta["val"].dim() != 4:  # type: ignore[union-attr]
+        else:
+            _keep_promise_to_group_norm(node)
             values.visit(node)
             continue
-        for source in _tensors(node.args[: _OPERANDS[node.target]]):
-            if _has_channels_last(source.meta["val"]):
-                continue
-            if source not in converted:
-                converted[source] = _insert_conversion(node, source)
-            node.replace_input_with(source, converted[source])
         accepted = values.recompute(node)
         assert accepted, f"{node.format_node()} does not accept operands whose channels lie innermost"
     output = joint.module.graph.output_node()
@@ -81,8 +76,18 @@ def put_channels_last(joint: JointGraph, on_cpu: bool, options: Mapping[str, Any
     return joint
 
 
-def _tensors(operands: Sequence[Any]) -> list[fx.Node]:
-    return list(dict.fromkeys(operands))
+def _find_operands(node: fx.Node) -> list[fx.Node]:
+    """Operands of a two-dimensional convolution, or of its gradient, that have channels; of other operations none."""
+    operands = [source for source in node.args[: _OPERANDS.get(node.target, 0)] if isinstance(source, fx.Node)]
+    return list(dict.fromkeys(source for source in operands if source.meta["val"].dim() == 4))
+
+
+def _keep_promise_to_group_norm(node: fx.Node) -> None:
+    if node.target is not aten.native_group_norm_backward.default:
+        return
+    gradient, normalized = node.all_input_nodes[:2]
+    if not same_dimension_order(gradient.meta["val"], normalized.meta["val"]):
+        node.replace_input_with(gradient, copy_in_order(gradient, normalized.meta["val"]))
 
 
 def _insert_conversion(before: fx.Node, source: fx.Node) -> fx.Node:
@@ -91,11 +96,11 @@ def _insert_conversion(before: fx.Node, source: fx.Node) -> fx.Node:
 
 def _mixes_orders(node: fx.Node) -> bool:
     """Test for a pointwise operation on images of which some have channels innermost in memory, and others have not."""
-    orders = {_has_channels_last(source.meta["val"]) for source in _images(node)}
+    orders = {_has_channels_last(source.meta["val"]) for source in _find_images(node)}
     return len(orders) == 2 and has_tag(node.target, torch.Tag.pointwise)
 
 
-def _images(node: fx.Node) -> list[fx.Node]:
+def _find_images(node: fx.Node) -> list[fx.Node]:
     """Operands of the result's shape, if that has four dimensions, whose order in memory matters."""
     if not is_tensor(node) or node.meta["val"].dim() != 4:
         return []
