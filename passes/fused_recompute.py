@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost import count_flops, tensor_bytes
-from roundpipe_fx.analysis.fusion import dropped_operands, in_same_module, is_computed_in_kernel, is_fusible, is_virtual
+from roundpipe_fx.analysis.fusion import dropped_operands, is_computed_in_kernel, is_fusible, is_virtual
 from roundpipe_fx.analysis.minimum_cut import SINK, SOURCE, UNCUTTABLE, Arc, choose_unit, minimum_cut
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
@@ -124,6 +124,8 @@ def _needs_kernel(value: fx.Node) -> bool:
 
         y, grad ─▶ mm ─▶ gradient of w           y, w, grad ─▶ convolution_backward ─▶ gradients of w and y
         x, … ─▶ gelu_backward, writes y          x, gradient of y ─▶ threshold_backward
+
+    Kernels of other stages count as well: a cut between the two costs a kernel, not the bytes of ``y``.
     """
     sources, pending = {value}, [value]
     while pending:
@@ -132,7 +134,7 @@ def _needs_kernel(value: fx.Node) -> bool:
         pending += filter(is_fusible, bases)
     kernels = [reader for source in sources for reader in _backward_readers(source) if is_computed_in_kernel(reader)]
     return any(
-        all(_waits_for(kernel, reader) for kernel in kernels if in_same_module(kernel, reader))
+        all(_waits_for(kernel, reader) for kernel in kernels)
         for reader in _backward_readers(value)
         if count_flops(reader)
     )

@@ -226,7 +226,7 @@ def _is_costly(node: fx.Node) -> bool:
             return True
         bases = {viewed(operand) for operand in current.all_input_nodes} - seen
         seen |= bases
-        pending += [base for base in bases if is_fusible(base) and in_same_module(base, node)]
+        pending += [base for base in bases if is_fusible(base) and _same_module(base, node)]
     return False
 
 
@@ -236,7 +236,7 @@ def _is_read_in_loops(node: fx.Node, phase: Phase) -> bool:
     while pending:
         current, reduced = pending.pop()
         for reader in _readers(current, phase):
-            if reader.op == "output" or not is_in_kernel(reader) or not in_same_module(reader, node):
+            if reader.op == "output" or not is_in_kernel(reader) or not _same_module(reader, node):
                 continue
             if (reader, not reduced) in reached or (reader.target in WRITTEN_IN_KERNELS and not reduced):
                 return True
@@ -247,8 +247,7 @@ def _is_read_in_loops(node: fx.Node, phase: Phase) -> bool:
     return False
 
 
-def in_same_module(node: fx.Node, other: fx.Node) -> bool:
-    """Return whether a stage module of the same phase computes both."""
+def _same_module(node: fx.Node, other: fx.Node) -> bool:
     return all(node.meta.get(mark) == other.meta.get(mark) for mark in (Mark.STAGE, Mark.PHASE))
 
 

@@ -224,3 +224,10 @@ def joint(
     made = after(lambda joint: recompute_in_readers(joint, True, True), before, name="fused_recompute")
     assert "# repeats: tanh" in made
     assert "# repeats: sin" in made
+    forward, backward = before.split("    # backward, stage 0, segment 0\n")
+    cut = forward.replace("    mm_1: ", "    # forward, stage 1, segment 1\n    mm_1: ")
+    cut += "    # backward, stage 1, segment 1\n"
+    cut += backward.replace("    cos: ", "    # backward, stage 0, segment 0\n    cos: ")
+    made = after(lambda joint: recompute_in_readers(joint, True, False), cut, name="fused_recompute")
+    assert "# repeats: tanh" not in made
+    assert "# repeats: sin" in made, "the kernel of cos is in another stage"
