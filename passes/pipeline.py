@@ -38,6 +38,7 @@ from roundpipe_fx.ir.options import Inductor, Options
 from roundpipe_fx.passes.accumulate_gradients import accumulate_gradients
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
+from roundpipe_fx.passes.average_pooling import divide_by_counts
 from roundpipe_fx.passes.batch_norm import release_running_statistics
 from roundpipe_fx.passes.boolean_indexing import expand_boolean_indexing
 from roundpipe_fx.passes.channels_last import put_channels_last
@@ -254,6 +255,12 @@ _PASSES = (
         lambda joint, context: restore_layouts(joint, context.device if _device_present(context) else None),
         when=_eager,
         about="restore the strides recorded in the graph",
+    ),
+    Pass(
+        "average_pooling",
+        lambda joint, _: divide_by_counts(joint),
+        when=_by_inductor,
+        about="divide gradients of average pooling by the elements of a window that exist",
     ),
     Pass(
         "channels_last",
