@@ -1,4 +1,4 @@
-# Two commands on a fresh machine with Python >= 3.11 and make: `make demo` and `make test`. CI runs `make test-all` and
+# Two commands on a fresh machine with Python >= 3.11 and make: `make demo` and `make test`. CI runs `make test-part` and
 # `make emulated`.
 
 PYTHON ?= python3
@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all emulated lint types format bench docs golden clean
+.PHONY: demo test test-part test-all emulated lint types format bench docs golden clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(XDIST) tests
 
 test: $(READY)  ## all but the long tests
 	$(PYTEST) -m 'not long'
+
+test-part: $(READY)  ## the same and a third of the long tests: after the next commit, another one
+	$(PYTEST) --long-part $(shell git rev-list --count HEAD)/3
 
 test-all: $(READY)
 	$(PYTEST)

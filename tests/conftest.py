@@ -22,6 +22,7 @@ from roundpipe_fx.passes import workspaces
 from roundpipe_fx.pipeline.step import step
 from roundpipe_fx.pipeline.step.local import Local
 from roundpipe_fx.pipeline.step.offloaded import Offloaded, tensors_of
+from tests.long import mark_long_cases, split_long_tests
 
 os.environ["ROUNDPIPE_FX_PLAN_CACHE"] = "0"  # tests leave nothing behind, and find nothing
 os.environ["ROUNDPIPE_FX_VERIFY"] = "1"  # of all graphs that tests compile, after each pass
@@ -52,6 +53,20 @@ _trace = torch.fx.experimental.proxy_tensor.PythonKeyTracer.trace
 torch.fx.experimental.proxy_tensor.PythonKeyTracer.trace = _trace_functions
 
 _frozen_modules = 0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long-part", metavar="PART/PARTS", help="of the long tests, run these alone: 0/3 is a third")
+
+
+# Before pytest deselects by marks.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_long_cases(items)
+    if config.option.long_part is not None:
+        part, parts = map(int, config.option.long_part.split("/"))
+        items[:], left = split_long_tests(items, part, parts)
+        config.hook.pytest_deselected(items=left)
 
 
 def pytest_collection_finish() -> None:

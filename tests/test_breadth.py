@@ -126,6 +126,7 @@ CASES: dict[str, Callable[[], Between]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick_every(4)
 def test_bitwise_as_aot_eager(name: str) -> None:
     model, batch = CASES[name](), {"x": torch.randn(4, 8)}
     reference = aot_eager_step(model, batch)

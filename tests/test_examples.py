@@ -247,6 +247,7 @@ def _run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
     return runpy.run_path(str(script))
 
 
+@pytest.mark.long
 def test_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _run_page("README.md", tmp_path, monkeypatch)
 

@@ -9,6 +9,14 @@ simulated as usual; only the search is skipped, and the passes that only mark no
 given, or is not used: a file that was written by other versions, was changed, or has a schedule that does not fit the
 graph is ignored with a line in the log.
 
+::
+
+    captured graph, options, device ──▶ key ──▶ file?
+                                                 │ yes: marks, schedule ────────┐
+                                                 │ no: search ──▶ written ──────┤
+    captured graph ──▶ passes ──────────────────────────────────────────────────┴──▶ schedule written ──▶ programs
+                                                                                     into the graph       simulated
+
 Not cached, so planned anew in each process, are graphs with symbolic sizes, graphs in which passes that mark nodes also
 move some (a host synchronization in the backward), plans with tiles, steps of several calls, pipelines, and
 compilations with measured costs, with passes of the user's or without some of ours, or with a stage compiler of the

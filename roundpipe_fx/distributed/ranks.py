@@ -1,7 +1,14 @@
 """Ranks: processes that agree with each other, and tell each other of failures, over gloo and the store.
 
 Gloo needs no device and no synchronization, so it carries integers, status and texts. What every step exchanges has a
-fixed size: objects are pickled, and their sizes travel first, in an operation of their own.
+fixed size: objects are pickled, and their sizes travel first, in an operation of their own. A failure goes through the
+store, which nobody has to wait at::
+
+    rank 0   gather_record ─────────┬──▶ run ──▶ report("rank 0: …") ──▶ store      (the first report is kept)
+    rank 1   gather_record ─────────┤                                      │
+    rank 2   gather_record ─────────┴──▶ waits for rank 0 ◀── read_report ─┘
+
+A group numbers its ranks in ascending order, callers in that of the mesh: ``_positions`` converts.
 
 Process groups that a model makes end while the interpreter still runs.
 A thread of gloo gives the tensors of an operation back after it has woken those who wait for the operation. For that it

@@ -7,6 +7,15 @@ gradients          the mean over replicas, once a step (:mod:`roundpipe_fx.distr
 random numbers     replicas whose generators have the same state draw as further microbatches of one pipeline, and
                    are left in the same state
 =================  ====================================================================================================
+
+Two replicas of a pipeline over two ranks, with two microbatches each; ``s0`` to ``s3`` are the streams of random
+numbers if the replicas' generators have the same state::
+
+                 stages 0         stages 1
+    replica 0    rank 0 ────────▶ rank 1         microbatches 0, 1 draw from s0, s1
+                   │ mean of        │ mean of
+                   │ gradients      │ gradients
+    replica 1    rank 2 ────────▶ rank 3         microbatches 0, 1 draw from s2, s3
 """
 
 from __future__ import annotations

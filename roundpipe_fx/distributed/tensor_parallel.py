@@ -4,6 +4,12 @@ A pipeline bypasses the part of AOTAutograd that unwraps distributed tensors, an
 a different order in each process. Over processes with one worker each stages may be tensor parallel
 (:mod:`roundpipe_fx.distributed.process_pipeline`).
 
+The gradient of a parameter may be placed in another way than the parameter. Autograd redistributes it where it
+accumulates, which no pipeline runs; so an identity is traced behind each such parameter, whose backward does::
+
+    weight (replicated) ──▶ identity ──▶ norm over a part of the sequence
+    gradient (replicated) ◀── all-reduce ◀── gradient (sums, a part on each rank)
+
 A plan for a machine elsewhere traces the program of this process's rank, which has collectives where PyTorch puts them,
 and the shapes of its shards. No other process is needed for that: with the backend ``"fake"`` there is a group of any
 size.

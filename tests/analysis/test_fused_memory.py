@@ -111,6 +111,7 @@ class Capped(nn.Module):
 
 
 @pytest.mark.parametrize("name", long_but(["blocks", "words", "images", "capped"], quick={"blocks", "capped"}))
+@pytest.mark.long
 def test_all_schedules_are_estimated_nearly_as_their_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = MODELS["words"][1]
     make, inputs = {**MODELS, "words": (lambda: Words(layers=1), tokens), "capped": (Capped, tokens)}[name]

@@ -58,6 +58,7 @@ class _Selects(nn.Module):
     ],
     ids=["sort", "stable", "topk", "cummax", "cummin", "msort"],
 )
+@pytest.mark.quick_every(3)
 def test_bits_of_what_reads_a_selection(select: Callable[[torch.Tensor], torch.Tensor]) -> None:
     torch.manual_seed(59)
     model, batch = _Selects(select), {"x": torch.randn(6, 4, requires_grad=True)}

@@ -46,6 +46,7 @@ DOORS: dict[str, Callable[[nn.Module], Any]] = {"compile": _compiled, "in place"
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("door", long_but(DOORS, quick={"compile"}))
+@pytest.mark.long
 def test_generation_between_steps(door: str, training: bool) -> None:
     """With a cache, whose length changes with each token, and with padding on the left; plans are not made for each."""
     torch._dynamo.reset()

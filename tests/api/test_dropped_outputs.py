@@ -133,6 +133,7 @@ def test_behind_torch_compile_the_option_says_it() -> None:
 
 
 @pytest.mark.parametrize("outputs", ["auto", "dropped"])
+@pytest.mark.long
 def test_outputs_that_are_held_are_right(outputs: Any) -> None:
     """Saved scores that the caller holds are not written over, whatever the plan assumes."""
     own, *batch = _made()
@@ -184,6 +185,7 @@ def test_a_call_whose_outputs_are_held_beside_one_whose_are_dropped() -> None:
     assert measured <= model.plan.peak_bytes
 
 
+@pytest.mark.long
 def test_an_unmodified_training_loop(tmp_path: Any) -> None:
     """Trainer takes the loss alone."""
     config = transformers.GPT2Config(vocab_size=_WORDS, n_layer=1, n_embd=32, n_head=2, use_cache=False)
@@ -211,6 +213,7 @@ def test_outputs_that_were_held_are_not_assumed_dropped_by_a_later_plan() -> Non
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.long
 def test_sizes_that_vary(compiler: Any) -> None:
     own, x, y = _made()
     model = roundpipe_fx.compile(own, memory_budget=0.0, dynamic=True, stage_compiler=compiler)
@@ -223,6 +226,7 @@ def test_sizes_that_vary(compiler: Any) -> None:
 
 
 @pytest.mark.parametrize("budget", [1 << 30, 0.5])
+@pytest.mark.long
 def test_the_frontier_is_that_of_dropped_outputs(budget: float) -> None:
     model, *batch = _made()
     compiled = roundpipe_fx.compile(model, memory_budget=budget)
@@ -250,6 +254,7 @@ def test_in_place() -> None:
     assert plan.dropped_bytes == _SCORES and measured == plan.peak_bytes
 
 
+@pytest.mark.long
 def test_scores_that_are_dropped_and_computed_again_are_no_excess_of_compiled_stages() -> None:
     """A cap on scores is computed again, so the backward reads nothing that the forward returned."""
 

@@ -51,6 +51,7 @@ def _calls_in_a_step(layers: int, options: dict[str, Any]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("options", [{}, {"memory_budget": 0.0}, {"memory_budget": 1 << 20}, {"outputs": "held"}])
+@pytest.mark.quick_every(4)
 def test_host_work_of_a_step_does_not_grow_with_its_graph(options: dict[str, Any]) -> None:
     few, many = (_calls_in_a_step(layers, options) for layers in (2, 40))
     assert sum(few.values()) > 5

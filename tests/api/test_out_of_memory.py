@@ -158,6 +158,7 @@ RUNS: dict[str, Run] = {
         ("call", {"backward": 10}, "backward"),
     ],
 )
+@pytest.mark.quick_every(2)
 def test_in_a_pipeline(way: str, times: dict[str, int], phase: str) -> None:
     compiled = roundpipe_fx.compile(_Chain(), devices=CPUS, stages=2, num_microbatches=2, memory_budget=0.9)
     with _running_out(**times) as caught:

@@ -280,6 +280,7 @@ def test_the_host_of_another_machine_is_assumed_to_have_128_gib() -> None:
     assert asked.host_bytes == 160 << 30 and "assumed: a host" not in str(asked)
 
 
+@pytest.mark.long
 def test_a_plan_says_where_the_link_to_the_host_is_its_bottleneck(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = DEVICES["H100"]
     model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(2048, 2048), nn.GELU())))
@@ -350,6 +351,7 @@ class _WithLoss(torch.nn.Module):
         return (self.layers(x) - labels).square().mean()
 
 
+@pytest.mark.long
 def test_a_model_that_stays_on_the_cpu_has_the_current_stage_on_the_device() -> None:
     width = 1024
     model, x = _WithLoss(_layers(8, width)), torch.empty(256, width)
@@ -362,6 +364,7 @@ def test_a_model_that_stays_on_the_cpu_has_the_current_stage_on_the_device() -> 
     assert offloaded.pipeline.peak_bytes[0] <= offloaded.budget
 
 
+@pytest.mark.long
 def test_values_of_a_mesh_leave_for_the_host_where_a_budget_there_is_given() -> None:
     with torch.device("meta"):
         layers = [layer for _ in range(8) for layer in (nn.Linear(1024, 1024, bias=False), nn.GELU())]

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _SCRIPT = """
 import torch
 import roundpipe_fx
@@ -19,6 +21,7 @@ for options in ({"memory_budget": 0.0}, {"num_microbatches": 2, "devices": ["cpu
 """
 
 
+@pytest.mark.long
 def test_plans_and_graphs_are_in_the_trace(tmp_path: Path) -> None:
     """On one device and in a pipeline."""
     environment = {**os.environ, "TORCH_TRACE": str(tmp_path), "ROUNDPIPE_FX_PLAN_CACHE": "0"}

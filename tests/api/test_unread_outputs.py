@@ -37,6 +37,7 @@ def _least_dropped() -> int:
 
 
 @pytest.mark.parametrize("name", long_but(_LANGUAGE_MODELS, quick={"llama"}))
+@pytest.mark.long
 def test_a_step_never_makes_the_scores(name: str) -> None:
     """And what it is predicted to take, it takes."""
     words, shape = 4096, (2, 128)
@@ -57,6 +58,7 @@ def test_a_step_never_makes_the_scores(name: str) -> None:
     assert len(model.plans) == 1
 
 
+@pytest.mark.long
 def test_the_least_budget_falls_by_the_scores() -> None:
     own, *batch = make_head()
     least = {outputs: least_budget(own, *batch, outputs=outputs) for outputs in ("held", "auto")}
@@ -161,6 +163,7 @@ def test_gradients_of_a_loss_of_outputs_that_are_read() -> None:
         torch.testing.assert_close(gradient, wanted)
 
 
+@pytest.mark.long
 def test_outputs_are_dropped_where_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it cannot be, no plan is searched for in which they are dropped but have been read."""
     own, *batch = make_head()
@@ -182,6 +185,7 @@ def test_outputs_are_dropped_where_that_is_enough(monkeypatch: pytest.MonkeyPatc
     assert searched == [(False, False), (True, True)]
 
 
+@pytest.mark.long
 def test_a_caller_that_reads_is_planned_for() -> None:
     own, *batch = make_head()
     budget = _least_dropped() - 1
@@ -206,6 +210,7 @@ def test_a_caller_that_reads_is_planned_for() -> None:
     assert roomy.plan.unread_bytes == 0
 
 
+@pytest.mark.long
 def test_a_caller_that_holds_is_planned_for() -> None:
     own, *batch = make_head()
     expected = own(*batch)[1]
@@ -253,6 +258,7 @@ def test_a_step_that_drops_is_planned_without_scores() -> None:
     assert second.tiles[0].tiles < first.tiles[0].tiles
 
 
+@pytest.mark.long
 def test_behind_torch_compile_the_option_says_it() -> None:
     own, *batch = make_head()
     options = {"memory_budget": least_budget(own, *batch, outputs="unread"), "outputs": "unread"}
@@ -262,6 +268,7 @@ def test_behind_torch_compile_the_option_says_it() -> None:
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.long
 def test_sizes_that_vary(compiler: Any) -> None:
     own, x, y = make_head()
     model = roundpipe_fx.compile(own, outputs="unread", dynamic=True, stage_compiler=compiler)
@@ -312,6 +319,7 @@ def test_models_whose_outputs_cannot_be_left_out() -> None:
         assert model.plan.unread_bytes == 0
 
 
+@pytest.mark.long
 def test_an_unmodified_training_loop(tmp_path: Path) -> None:
     """Accelerate converts outputs to float32, which is no reading."""
     config = transformers.GPT2Config(

@@ -55,6 +55,7 @@ def with_adapters(folder: Path) -> Plan:
     return _plan(folder, *_LORA)
 
 
+@pytest.mark.long
 def test_adapters_are_pefts(folder: Path) -> None:
     found = _plan(folder, "--memory-budget", "0.0", "--lora", "r=4,alpha=8,targets=q_proj+up_proj")
     with torch.device("meta"):
@@ -67,6 +68,7 @@ def test_adapters_are_pefts(folder: Path) -> None:
     assert found.recompute_seconds == expected.recompute_seconds > 0
 
 
+@pytest.mark.long
 def test_only_adapters_have_a_state_of_the_optimizer(folder: Path) -> None:
     plan = _plan(folder, "--lora", "r=4,targets=q_proj", "--optimizer", "SGD")
     assert plan.model is not None and plan.model.optimizer == 0
@@ -77,6 +79,7 @@ def test_only_adapters_have_a_state_of_the_optimizer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "size"), [("nf4", _LINEAR // 2 + 4 * _LINEAR // 64), ("int8", _LINEAR)])
+@pytest.mark.quick_every(2)
 def test_quantized_weights_take_what_the_libraries_take(
     kind: str, size: int, folder: Path, with_adapters: Plan
 ) -> None:
@@ -101,6 +104,7 @@ def test_quantized_layers_are_all_but_the_head(kind: str) -> None:
     assert not any(layer.weight.requires_grad for layer in layers)
 
 
+@pytest.mark.long
 def test_a_quantized_base_fits_where_the_whole_does_not(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

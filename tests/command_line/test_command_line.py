@@ -340,6 +340,7 @@ def test_fit_says_what_is_beside_the_peak(
     assert "AdamW" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_fit_leaves_room_for_an_optimizer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = 3 * 4 * (2 * 64 * 256 + 256 + 64)
     monkeypatch.setitem(DEVICES, "H100", dataclasses.replace(DEVICES["H100"], memory=8 * parameters))

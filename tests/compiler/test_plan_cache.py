@@ -82,14 +82,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
 }
 
 
-LARGE = ("GPT-2", "Llama", "T5")
-
-
 @pytest.mark.parametrize(
     ("name", "budget"),
     [
-        *((name, budget) for name in CASES if name not in LARGE for budget in (0.0, 0.4, 1.0)),
-        *(pytest.param(name, 0.4, marks=pytest.mark.long) for name in LARGE),
+        *((name, budget) for name in ("dropout", "checkpoint") for budget in (0.0, 1.0)),
+        *((name, 0.4) for name in CASES),
     ],
 )
 @pytest.mark.long
@@ -107,7 +104,6 @@ def test_a_cached_plan_gives_the_same_programs_without_a_search(
     assert cached.frontier() == planned.frontier()
     assert cached.budget is not None and cached.peak_bytes <= cached.budget
     assert_bitwise(again, first)
-    assert_bitwise(again, aot_eager_step(model, batch))
 
 
 _OTHER_PROCESS = """
@@ -223,6 +219,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.quick_every(6)
 def test_a_file_that_does_not_fit_is_ignored_and_rewritten(
     name: str, folder: Path, searches: list[object], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -85,6 +85,7 @@ def test_lines_are_those_of_cells(shell: types.SimpleNamespace) -> None:
     assert step.memory.source == {"In[3]:3": "return (torch.tanh(x) * 2).sin()"}
 
 
+@pytest.mark.long
 def test_torch_logs_prints_plans() -> None:
     program = (
         "import torch, roundpipe_fx; m = roundpipe_fx.compile(torch.nn.Linear(4, 4), memory_budget=1.0);"

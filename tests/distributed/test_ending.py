@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.long
 def test_a_rank_ends() -> None:
     command = [sys.executable, "-m", "tests.distributed.ending"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -144,6 +144,7 @@ def check_one_rank(_rank: int, _folder: str) -> None:
 QUICK: list[Check] = [check_schedules, check_refusals]
 
 
+@pytest.mark.long
 def test_two_processes(tmp_path: Path) -> None:
     in_processes(2, QUICK, tmp_path)
 

@@ -130,6 +130,7 @@ def check_hugging_face(_rank: int, folder: str) -> None:
 QUICK: list[Check] = [check_own_model, check_faults, check_sharded]
 
 
+@pytest.mark.long
 def test_two_processes(tmp_path: Path) -> None:
     in_processes(2, QUICK, tmp_path)
 

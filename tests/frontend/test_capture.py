@@ -177,6 +177,7 @@ class _Annealed(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{}, {"memory_budget": 0.0}, {"stages": 2, "stage_compiler": "inductor"}])
+@pytest.mark.long
 def test_a_number_that_changes_is_compiled_once_more(options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     model, x = _Annealed(), torch.randn(4, 8)

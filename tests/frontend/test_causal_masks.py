@@ -352,6 +352,7 @@ def _of_terms(terms: list[Term], joined: list[str], swapped: bool) -> Mask:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
+@pytest.mark.long
 def test_exactly_the_causal_of_random_masks_are_left_out(data: st.DataObject) -> None:
     number = st.integers(-2, 2)
     term = st.tuples(st.sampled_from(["le", "lt", "ge", "gt", "eq", "ne"]), number, number, st.booleans())
@@ -417,6 +418,7 @@ def _squares(plan: roundpipe_fx.Plan) -> list[str]:
 
 
 @pytest.mark.parametrize("name", long_but(DECODERS, quick={"llama", "gpt2"}))
+@pytest.mark.quick_every(2)
 def test_decoders_have_the_bits_of_eager(name: str) -> None:
     model, batch = _decoder(name), _batch()
     expected = eager_step(model, batch)
@@ -534,6 +536,7 @@ FRONT_DOORS = {
 
 
 @pytest.mark.parametrize("name", FRONT_DOORS)
+@pytest.mark.quick_every(4)
 def test_every_front_door_leaves_masks_out(name: str) -> None:
     torch._dynamo.reset()
     plan = FRONT_DOORS[name](_decoder("llama"), _batch(rows=2))

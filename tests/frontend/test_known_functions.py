@@ -44,6 +44,7 @@ def _step(model: Any, own: nn.Module, rows: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("budget", [None, 0.0])
 @pytest.mark.parametrize(("bias", "softcap"), [(False, None), (True, 3.0)])
+@pytest.mark.quick_every(4)
 def test_the_loss_of_trl(budget: float | None, bias: bool, softcap: float | None) -> None:
     torch.manual_seed(0)
     own = _Head(bias, softcap)

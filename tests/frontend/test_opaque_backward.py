@@ -254,6 +254,7 @@ def test_results_that_nobody_used_and_one_gradient_for_two() -> None:
     assert len(_opaque_lines(_assert_as_eager(Calling(run)))) == 1
 
 
+@pytest.mark.long
 def test_what_is_kept_for_calls_goes_with_them() -> None:
     operator = _operator("passing", lambda ctx, x, asked: None, lambda ctx, g: (g * 2, None))
     before = set(opaque_backward._calls)

@@ -226,6 +226,7 @@ class _Routed(nn.Module):
     ],
     ids=["mask", "where", "nonzero", "unique", "select"],
 )
+@pytest.mark.quick_every(2)
 def test_sizes_of_data_are_bounded_by_symbolic_sizes(pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """A count of rows is planned with at most as many rows as there are, whether their number is a symbol or not."""
 

@@ -147,6 +147,7 @@ def test_split_names_begin_stages() -> None:
     assert [stage.modules.split(" … ")[0] for stage in plan.stages] == ["embedding", "blocks.1.norm1", "blocks.2.mlp.0"]
 
 
+@pytest.mark.long
 def test_front_door_of_torch_compile() -> None:
     """Found by name, with data-dependent shapes in one graph, flags restored."""
     model = MixtureOfExperts()
@@ -162,6 +163,7 @@ def test_front_door_of_torch_compile() -> None:
         assert not torch._dynamo.config.capture_dynamic_output_shape_ops
 
 
+@pytest.mark.long
 def test_found_without_an_import(tmp_path: Path) -> None:
     script = tmp_path / "script.py"  # a file of its own: Dynamo does not trace code that has none
     script.write_text(

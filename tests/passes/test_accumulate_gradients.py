@@ -42,6 +42,7 @@ def _summed(joint: JointGraph, target: object = None) -> set[str]:
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", ["dropout_mlp", "tied_transformer", "unet", "encoder_decoder"])
+@pytest.mark.quick_every(3)
 def test_sums_begin_with_the_gradients_and_grow_by_them(name: str, split: bool) -> None:
     make, make_batch, _ = GOLDEN[name]
     joint = _joint(make(), split=split, **make_batch())

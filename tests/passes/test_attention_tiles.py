@@ -140,12 +140,14 @@ def attention_regions(joint: JointGraph) -> list[TileRegion]:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.quick_every(7)
 def test_heads_are_divided_in_each_layer(shape: Shape, dtype: torch.dtype) -> None:
     regions = attention_regions(captured(shape, dtype))
     assert [region.rows for region in regions] == [shape.rows] * 2
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.quick_every(6)
 def test_results_are_those_of_the_whole(shape: Shape) -> None:
     joint = captured(shape)
     inputs = [0.1 * value for value in example_inputs(joint)]

@@ -206,6 +206,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ("function", "convolution"), [("group norm", "transposed"), ("interpolated and joined", "plain")]
 )
 @pytest.mark.parametrize("options", long_but(OPTIONS, quick={"recomputed"}))
+@pytest.mark.quick_every(2)
 def test_trains_as_eagerly_in_compiled_stages(function: str, convolution: str, options: str) -> None:
     """Results and gradients have the strides of the eager model's."""
     model, images = _block(function, convolution), torch.randn(3, 3, 8, 8)
@@ -223,6 +224,7 @@ def test_trains_as_eagerly_in_compiled_stages(function: str, convolution: str, o
         torch.testing.assert_close(parameter.grad.double(), its.grad, rtol=1e-3, atol=1e-6, msg=name)
 
 
+@pytest.mark.long
 def test_images_are_handed_over_with_channels_innermost() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU())))

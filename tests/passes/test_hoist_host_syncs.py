@@ -65,6 +65,7 @@ def test_mask_indexing_becomes_one_nonzero() -> None:
     ],
     ids=["mask", "mask-dim1", "select", "select-broadcast", "scatter", "put", "item", "nonzero", "unique", "repeat"],
 )
+@pytest.mark.quick_every(3)
 def test_bits_and_no_question_in_the_backward(run) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -113,6 +114,7 @@ def test_scattering_asks_nothing_in_the_backward_whatever_the_batch_size(mask) -
     assert len(compiled.plans) == 1
 
 
+@pytest.mark.long
 def test_experts_ask_once_where_checkpoint_asks_again() -> None:
     from torch.utils.checkpoint import checkpoint
 

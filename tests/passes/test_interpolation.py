@@ -41,6 +41,7 @@ SIZES = [{"scale_factor": 2}, {"scale_factor": 3}, {"scale_factor": 1.5}, {"size
 @pytest.mark.parametrize(
     ("how", "dtype"), [*((how, torch.float32) for how in SIZES), ({"scale_factor": 1.5}, torch.bfloat16)], ids=str
 )
+@pytest.mark.quick_every(2)
 def test_bits_are_those_of_indexing(how: dict[str, Any], dtype: torch.dtype) -> None:
     for space, mode in itertools.product([(7,), (8, 5), (3, 4, 5)], ["nearest", "nearest-exact"]):
         torch._dynamo.reset()

@@ -26,6 +26,7 @@ def _backward(name: str, recompute: str) -> fx.Graph:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.quick_every(2)
 def test_every_read_on_another_stream_happens_after_the_write(name: str) -> None:
     """Simulated with vector clocks: each stream knows how far it has seen each other stream."""
     graph = _backward(name, "full")

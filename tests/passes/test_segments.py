@@ -80,6 +80,7 @@ def test_inside_of_a_unet_is_cut() -> None:
     ],
     ids=["mlp", "tied", "experts", "unet", "encoder_decoder"],
 )
+@pytest.mark.quick_every(2)
 def test_invariants(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
     joint, segments = _segments(model, *inputs)
     forward, backward = joint.in_phase(Phase.FORWARD), joint.in_phase(Phase.BACKWARD)

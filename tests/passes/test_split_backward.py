@@ -31,6 +31,7 @@ def _joint(stages: int, run, *args, **kwargs) -> JointGraph:
 @pytest.mark.parametrize("name", GOLDEN)
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.filterwarnings("ignore:roundpipe_fx. stages=")
+@pytest.mark.quick_every(3)
 def test_nobody_waits_for_what_was_split_off(name: str, stages: int) -> None:
     make, make_batch, _ = GOLDEN[name]
     joint = split_backward(_joint(stages, make(), **make_batch()))

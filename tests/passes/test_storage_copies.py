@@ -63,6 +63,7 @@ class _InPlace(nn.Module):
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("options", [{"recompute": "none"}, {"memory_budget": 0.0}], ids=str)
 @pytest.mark.parametrize("kind", [_Bank, _Scatters, _InPlace])
+@pytest.mark.quick_every(4)
 def test_no_storage_is_copied_whole(kind: type[nn.Module], options: dict[str, Any], dynamic: bool | None) -> None:
     torch.manual_seed(0)
     model, batch = kind(), {"x": torch.randn(3000, 64)[7:23]}

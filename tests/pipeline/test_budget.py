@@ -22,6 +22,7 @@ from tests.pipeline.steps import CPUS, SCHEDULES, Blocks, assert_close, batch_of
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.quick_every(5)
 def test_no_step_allocates_more_than_predicted(schedule: str, checkpoint: str) -> None:
     x, y = batch_of(32, 32)
     for devices in (["cpu"], CPUS) if checkpoint == "always" else (["cpu"],):
@@ -239,15 +240,8 @@ def test_a_budget_holds_for_unequal_microbatches() -> None:
     assert all(parameter.grad is None for parameter in compiled.parameters())
 
 
-@pytest.mark.parametrize(
-    ("rows", "microbatches", "outside"),
-    [
-        (101, 3, True),
-        (510, 4, False),
-        pytest.param(101, 4, False, marks=pytest.mark.long),
-        pytest.param(510, 4, True, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("rows", "microbatches", "outside"), [(101, 3, True), (510, 4, False)])
+@pytest.mark.long
 def test_the_least_budget_of_unequal_microbatches_can_be_met(rows: int, microbatches: int, outside: bool) -> None:
     """Under RoundPipe's dispatch together they need more than the larger ones alone."""
     model, x = Blocks(32, 3), torch.randn(rows, 32)
@@ -400,6 +394,7 @@ def test_segments_without_gradients(kept: dict[str, Any], devices: int) -> None:
         assert schedule != "roundpipe" or compiled.plan.recompute_seconds > 0
 
 
+@pytest.mark.long
 def test_plans_that_are_tried_share_stage_modules_and_the_chosen_one_has_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

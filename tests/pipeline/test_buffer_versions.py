@@ -32,6 +32,7 @@ class Memory(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*more than the .* segments")
 @pytest.mark.parametrize("devices", [["cpu"], CPUS])
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.quick_every(2)
 def test_each_microbatch_reads_what_the_one_before_has_made(schedule: str, devices: list[str]) -> None:
     model = Memory()
     reference, x = copy.deepcopy(model), torch.randn(8, 8)
@@ -79,6 +80,7 @@ class Halved(nn.Module):
         ("roundpipe", {"memory_budget": 0.0}),
     ],
 )
+@pytest.mark.quick_every(3)
 def test_parameters_that_the_forward_updates(schedule: str, options: dict[str, Any]) -> None:
     initial, x = Halved(), torch.randn(6, 8)
     expected = copy.deepcopy(initial)
@@ -122,6 +124,7 @@ class Counting(nn.Module):
     ("way", "rows", "microbatches"),
     [("number", 4, 2), ("number", 5, 2), ("number", 8, 3), ("float", 5, 2), ("branch", 4, 2), ("branch", 8, 3)],
 )
+@pytest.mark.quick_every(6)
 def test_what_microbatches_change_in_python_for_the_next_is_refused(way: str, rows: int, microbatches: int) -> None:
     compiled = roundpipe_fx.compile(Counting(way), devices=CPUS, num_microbatches=microbatches)
     x = torch.randn(rows, 8)
@@ -146,6 +149,7 @@ class Assigned(nn.Module):
 
 
 @pytest.mark.parametrize(("rows", "microbatches", "buffer"), [(4, 2, True), (5, 2, True), (8, 3, True), (5, 2, False)])
+@pytest.mark.quick_every(2)
 def test_tensors_that_microbatches_assign_for_the_next_are_refused(rows: int, microbatches: int, buffer: bool) -> None:
     compiled = roundpipe_fx.compile(Assigned(buffer), devices=CPUS, num_microbatches=microbatches)
     x = torch.randn(rows, 8)
@@ -155,6 +159,7 @@ def test_tensors_that_microbatches_assign_for_the_next_are_refused(rows: int, mi
 
 
 @pytest.mark.parametrize(("rows", "microbatches"), [(4, 2), (5, 2), (8, 3)])
+@pytest.mark.quick_every(3)
 def test_what_is_counted_in_python_and_read_by_nobody_is_no_matter(rows: int, microbatches: int) -> None:
     model, x, expected = Counting("unread"), torch.randn(rows, 8), None
     for step in range(3):

@@ -53,6 +53,7 @@ def test_bits_with_effects(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"schedule": "gpipe", "memory_budget": 0.0}, {"checkpoint": "except_last"}])
+@pytest.mark.quick_every(2)
 def test_microbatches_with_effects(options: dict[str, Any]) -> None:
     model, batch = _Effects(), {"x": torch.randn(4, 4)}
     reference = aot_eager_step(model, batch)

@@ -88,6 +88,7 @@ def _mended():
 @pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("through_autograd", [False, True])
+@pytest.mark.quick_every(2)
 def test_what_a_stage_raises_reaches_the_caller(phase: str, stage: int, through_autograd: bool) -> None:
     model, (x, y) = Fragile(depth=4), batch_of(8)
     x.requires_grad_()

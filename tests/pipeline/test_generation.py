@@ -43,6 +43,7 @@ def test_a_pipelined_model_generates_what_the_model_does(make: Any, how: dict[st
     assert torch.equal(generated(model), generated(original))
 
 
+@pytest.mark.long
 def test_calls_with_a_cache_without_gradients() -> None:
     original, tokens = _llama().eval(), torch.randint(3, 32, (3, 4))
     model = roundpipe_fx.compile(original, devices=CPUS, num_microbatches=2)

@@ -24,6 +24,7 @@ class Summed(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", [None, "1f1b"])
+@pytest.mark.quick_every(2)
 def test_copies_take_longer_by_as_many_devices_as_share_a_link(schedule: str | None) -> None:
     with torch.device("meta"):
         model = Summed(Blocks(width=1024, depth=4))

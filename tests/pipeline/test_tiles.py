@@ -98,6 +98,7 @@ def test_no_schedule_is_searched_for_below_what_one_operation_needs(monkeypatch:
 
 
 @pytest.mark.parametrize("budget", [2_000_000, 0.0])
+@pytest.mark.long
 def test_tiles_that_pay_make_a_shorter_step(budget: int | float) -> None:
     """As on one device; the gradients are those of the model."""
     batch = {"x": torch.randn(4096, 16), "y": torch.randint(256, (4096,))}

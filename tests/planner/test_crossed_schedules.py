@@ -42,6 +42,7 @@ def _words() -> torch.Tensor:
     return torch.randint(_WORDS, (_TOKENS,), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.long
 def test_a_head_is_not_recomputed_where_its_kernels_need_no_more() -> None:
     """The least that is reached is the scores, over which their gradient is written, and the gradients of weights."""
     torch.manual_seed(0)
@@ -85,6 +86,7 @@ def _kept(plan: Chosen, segment: int, inside: bool) -> set[int]:
     return {storage for storage in kept if (of[storage] == segment) == inside}
 
 
+@pytest.mark.long
 def test_the_last_schedule_gets_the_choice_of_an_earlier_one_where_operations_peak(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

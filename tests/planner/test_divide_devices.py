@@ -151,6 +151,7 @@ def test_a_division_is_planned_as_its_mesh_is(noted: _Noted) -> None:
     assert text.count(" x ") >= len(plan.pipeline.mesh.divisions)
 
 
+@pytest.mark.long
 def test_a_budget_below_all_gradients_takes_shards_or_a_pipeline() -> None:
     few: dict[str, Any] = {"devices": 4, "schedule": "1f1b", "layers": 8, "rows": 4 * 64, "count": 4}
     for budget, expected in ((9 * _SIZE, (4, 1, True)), (4 * _SIZE, (1, 4, False))):

@@ -100,6 +100,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("repeated", [True, False])
+@pytest.mark.long
 def test_stages_are_as_long_as_compiling_gains_where_nothing_is_recomputed(repeated: bool) -> None:
     """Layers that repeat stay stages; what does not is one. A plan that recomputes has shorter ones."""
     widths = [32] * 6 if repeated else [16, 24, 32, 40, 48, 56]
@@ -127,6 +128,7 @@ def test_stages_are_as_long_as_compiling_gains_where_nothing_is_recomputed(repea
 
 
 @pytest.mark.parametrize("tiling", long_but(["never", None], quick={"never"}))
+@pytest.mark.long
 def test_what_a_refusal_names_is_met(tiling: str | None) -> None:
     """In bytes: the least is met, and one byte less is refused; in tiles, too."""
     model, inputs = (Net(), torch.randn(256, 32)) if tiling else (Words(1024, 1), torch.randint(1024, (4, 64)))
@@ -146,6 +148,7 @@ def test_what_a_refusal_names_is_met(tiling: str | None) -> None:
     assert refused.value.minimum == minimum
 
 
+@pytest.mark.long
 def test_a_step_of_two_backwards_is_within_its_share() -> None:
     """The second plan counts values that the second backward keeps, and that the first one may not write over."""
     x = torch.randn(256, 32)

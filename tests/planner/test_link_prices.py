@@ -40,6 +40,7 @@ def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow_link")
+@pytest.mark.long
 def test_plans_by_the_price_of_the_link_are_as_short_as_others_or_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = _planned(2**30).timing.peak_bytes[0]
     shares = (0.45, 0.6)

@@ -16,6 +16,7 @@ ROWS = 2**17
 
 
 @pytest.mark.parametrize("budget", [None, "4GiB"])
+@pytest.mark.quick_every(2)
 def test_a_plan_keeps_the_labels_once_and_no_other_index_or_mask(budget: str | None) -> None:
     config = transformers.LlamaConfig(
         hidden_size=256,

@@ -20,6 +20,7 @@ def _compiled(model: nn.Module, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", long_but(["blocks", "words"], quick={"blocks"}))
+@pytest.mark.long
 def test_plans_say_what_is_allocated(name: str) -> None:
     """Sums of gradients and what is between microbatches included; the peaks fall with the budget."""
     torch.manual_seed(0)
@@ -37,6 +38,7 @@ def test_plans_say_what_is_allocated(name: str) -> None:
     assert planned == sorted(planned, reverse=True) and planned[-1] < 0.5 * planned[0]
 
 
+@pytest.mark.long
 def test_what_a_refusal_names_is_met() -> None:
     """In bytes: the least is met, and one byte less is refused; with more, no more is recomputed."""
     model, x = Blocks(), torch.randn(2048, 64)

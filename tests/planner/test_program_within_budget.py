@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -22,6 +23,7 @@ class Net(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.long
 def test_programs_that_save_less_than_was_planned_recompute_less() -> None:
     """What is fused into its readers is not saved, so a budget of these programs' own peak recomputes nothing."""
     model, x = Net(), torch.randn(256, 32)

@@ -403,6 +403,7 @@ def test_decreasing_budgets(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", long_but(["cross entropy", "soft cap", "gelu", "attention"], quick={"soft cap"}))
+@pytest.mark.long
 def test_in_single_precision(name: str) -> None:
     torch.set_default_dtype(torch.float32)
     case = CASES[name]

@@ -19,6 +19,7 @@ HEADS, KEYS = 8, 2
 
 
 @pytest.mark.parametrize("compiler", long_but(["eager", "inductor"], quick=["eager"]))
+@pytest.mark.long
 def test_steps_at_decreasing_budgets(compiler: str) -> None:
     shape = SHAPES["adapters"]
     torch.manual_seed(0)
@@ -27,6 +28,7 @@ def test_steps_at_decreasing_budgets(compiler: str) -> None:
     check(model, {"x": x}, stage_compiler=compiler)
 
 
+@pytest.mark.long
 def test_a_long_sequence_needs_the_workspace_of_few_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward of all heads holds their gradient of queries in float32, beside what it reads and returns."""
     config = transformers.LlamaConfig(

@@ -21,6 +21,7 @@ def test_rows_that_tiles_do_not_divide(rows: int) -> None:
     check(Head().double(), batch(rows), tiles=rows > 3)
 
 
+@pytest.mark.long
 def test_one_row_and_none() -> None:
     check(Head().double(), batch(1), tiles=False)
     check(Head().double(), batch(0), tiles=False)
@@ -43,6 +44,7 @@ def test_a_head_that_is_too_small_to_be_tiled() -> None:
     check(FewClasses().double(), given)
 
 
+@pytest.mark.long
 def test_other_batches_are_replanned() -> None:
     given = batch(64)
     plain, compiled = both(Head().double(), given)
@@ -103,6 +105,7 @@ def test_labels_out_of_range() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.quick_every(2)
 def test_autocast(dtype: torch.dtype) -> None:
     given = batch(dtype=torch.float32)
     model = Head()
@@ -127,6 +130,7 @@ def test_autocast(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["head", "upcast", "mlp"])
+@pytest.mark.quick_every(6)
 def test_half_precision_rounds_as_without_tiles(kind: str, dtype: torch.dtype) -> None:
     """Sums over many tiles are made in float32."""
 
@@ -170,6 +174,7 @@ def test_a_mean_of_float16_does_not_overflow() -> None:
     assert torch.isfinite(expected) and torch.allclose(found, expected, rtol=1e-2)
 
 
+@pytest.mark.long
 def test_frozen_heads_and_adapters() -> None:
     model = Head().double()
     model.head.requires_grad_(False)

@@ -25,6 +25,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
+@pytest.mark.quick_every(3)
 def test_a_loss_is_used_in_any_way(use: str) -> None:
     given = batch()
     plain, compiled = both(Head().double(), given)
@@ -165,6 +166,7 @@ class WithLogits(Head):
         return {"loss": F.cross_entropy(logits, y), "logits": logits}
 
 
+@pytest.mark.long
 def test_logits_that_are_returned() -> None:
     given = batch()
     model = WithLogits().double()

@@ -28,6 +28,7 @@ class Head(nn.Module):
 
 
 @pytest.mark.parametrize(("rows", "words", "least"), [(64, 1024, 2), (65, 1024, 2), (64, WORDS, 16), (67, WORDS, 16)])
+@pytest.mark.long
 def test_rows_of_a_tile(rows: int, words: int, least: int) -> None:
     """Other kernels compute products with a vector, and those of few rows round long sums term by term."""
     for loop in tiles_at_the_least_budget(rows, words):
@@ -35,6 +36,7 @@ def test_rows_of_a_tile(rows: int, words: int, least: int) -> None:
         assert size >= least and not 0 < loop.rows % size < least
 
 
+@pytest.mark.long
 def test_sums_are_of_few_tiles() -> None:
     """A sum is rounded once for each tile."""
     assert max(loop.tiles for loop in tiles_at_the_least_budget(1 << 14, 512)) <= 2048

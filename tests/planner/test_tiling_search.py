@@ -193,6 +193,7 @@ def test_no_other_tiles_make_a_shorter_step(budget: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("budget", [1_300_000, 2_000_000, 4_500_000])
+@pytest.mark.quick_every(2)
 def test_tiles_that_pay_make_a_shorter_step(budget: int) -> None:
     """The first plan within the budget has all blocks in as many tiles, and may recompute what more tiles spare."""
     assert _seconds(budget, "auto") < 0.96 * _seconds(budget, None)

@@ -52,6 +52,7 @@ def without_classes(monkeypatch: pytest.MonkeyPatch, model: nn.Module, given: di
 
 
 @pytest.mark.parametrize("count", [4, 256])
+@pytest.mark.long
 def test_gradients_in_half_precision_are_not_summed(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tiles of rows, a weight's gradient is a sum in single precision; with tiles of words it is itself."""
     model, given = Wide().bfloat16(), rows_of_words(count, torch.bfloat16)
@@ -101,6 +102,7 @@ def test_the_quicker_tiles_are_taken(count: int, width: int, words: int, monkeyp
     assert seconds[0] <= seconds[1] * (0.9 if words == 65_536 else 1)
 
 
+@pytest.mark.long
 def test_few_rows() -> None:
     """Fewer rows than the head has columns: its weight is larger than the logits."""
     model = Wide(1 << 14)
@@ -131,6 +133,7 @@ def labelled() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tiles", [2, 3, 40])
 @pytest.mark.parametrize("name", CROSS_ENTROPIES)
+@pytest.mark.quick_every(6)
 def test_losses(name: str, tiles: int) -> None:
     """40 classes in tiles that divide them, that do not, and of one class each; hooks and inputs get gradients."""
     model, given = OfLoss(CROSS_ENTROPIES[name]).double(), labelled()
@@ -210,6 +213,7 @@ def test_in_single_precision(scale: float, tiles: int) -> None:
 
 
 @pytest.mark.parametrize("auto", [None, "auto"])
+@pytest.mark.long
 def test_tied_weights_and_a_budget(auto: str | None) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

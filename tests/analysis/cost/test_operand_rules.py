@@ -206,6 +206,7 @@ def _planned(watch: Watch, model: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 @pytest.mark.parametrize("name", long_but(hugging_face.MODELS, quick={"gpt2", "resnet"}))
 @pytest.mark.usefixtures("untried")
+@pytest.mark.quick_every(2)
 def test_only_named_operators_of_models_are_run(name: str) -> None:
     make, make_batch = hugging_face.MODELS[name]
     watch = Watch()
@@ -215,6 +216,7 @@ def test_only_named_operators_of_models_are_run(name: str) -> None:
 
 @pytest.mark.parametrize("part", long_but(range(8), quick={0}))
 @pytest.mark.usefixtures("untried")
+@pytest.mark.long
 def test_only_named_operators_of_the_fuzzers_pool_are_run(part: int) -> None:
     """All of it: ``python -m benchmarks.made_up_operands pool``."""
     watch = Watch()

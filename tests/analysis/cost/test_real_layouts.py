@@ -122,6 +122,7 @@ class _Watching(fx.Interpreter):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.quick_every(7)
 def test_values_lie_as_noted(name: str) -> None:
     run = OPERATORS[name]
     count = run.__code__.co_argcount

@@ -248,6 +248,7 @@ class Columns(nn.Module):
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.quick_every(3)
 def test_a_step_takes_no_more_than_planned(name: str, dynamic: bool | None) -> None:
     torch.manual_seed(0)
     net, x = NETS[name]()

@@ -195,6 +195,7 @@ ONLY_NUMBERS = {aten.addbmm.default, aten.hardshrink_backward.default, aten.soft
     ],
     ids=str,
 )
+@pytest.mark.quick_every(9)
 def test_symbolic_sizes_add_no_guards_and_claim_no_more(operator: Any, dynamic: DimDynamic) -> None:
     checked = 0
     for sample in SAMPLES[operator]:

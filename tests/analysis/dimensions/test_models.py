@@ -37,6 +37,7 @@ def described(joint: JointGraph) -> dict[Any, Dimensions | None]:
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "resnet", "qwen3_moe"])
+@pytest.mark.quick_every(4)
 def test_operators_of_models(name: str) -> None:
     make, batch = MODELS[name]
     found = described(captured(make, batch()))

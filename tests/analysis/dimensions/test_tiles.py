@@ -32,6 +32,7 @@ def _name(operator: Any) -> str:
 @pytest.mark.parametrize("operator", SAMPLES, ids=_name)
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(sizes=SIZES, seed=st.integers(0, 1 << 30))
+@pytest.mark.quick_every(11)
 def test_tiles_put_together_are_the_whole(operator: Any, sizes: Sizes, seed: int) -> None:
     for sample in SAMPLES[operator]:
         torch.manual_seed(seed)
@@ -70,6 +71,7 @@ NOT_SAMPLED = {aten.equal.default}  # returns no tensor
 @pytest.mark.parametrize("operator", [op for op in TAGGED if op not in NOT_SAMPLED], ids=_name)
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(sizes=SIZES, seed=st.integers(0, 1 << 30))
+@pytest.mark.quick_every(4)
 def test_operators_tagged_as_pointwise_are(operator: Any, sizes: Sizes, seed: int) -> None:
     for integers in (False, True):
         torch.manual_seed(seed)

@@ -80,6 +80,7 @@ def proportional_in(node: fx.Node, makers: list[fx.Node], scalar: fx.Node) -> bo
 
 @pytest.mark.parametrize(("target", "made"), _calls(), ids=lambda value: str(value)[:40] if callable(value) else "")
 @pytest.mark.parametrize("factor", [-0.37, 3.0, 1e-3])
+@pytest.mark.quick_every(2)
 def test_what_is_claimed_holds(target: Any, made: RealCall, factor: float) -> None:
     run = DECOMPOSED.get(target, target)
     tensors = [leaf for leaf in tree_leaves((made.args, made.kwargs)) if isinstance(leaf, torch.Tensor)]

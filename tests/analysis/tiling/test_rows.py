@@ -54,6 +54,7 @@ def tiles(draw: st.DrawFn) -> tuple[list[int], list[int], int, int, int]:
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(drawn=tiles())
+@pytest.mark.long
 def test_a_view_of_a_tile_is_the_tile_of_the_view(drawn: tuple[list[int], list[int], int, int, int]) -> None:
     source, result, rows, start, count = drawn
     value = torch.arange(math.prod(source)).view(source)

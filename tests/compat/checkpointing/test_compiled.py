@@ -37,6 +37,7 @@ from tests.counting import count_operations
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
+@pytest.mark.quick_every(8)
 def test_eager_with_it_eager_without_it_and_compiled_have_the_same_bits(interface: type[Model]) -> None:
     reference = eager_step(interface(plain=True))
     if interface is not WithoutGeneratorState:  # which eager torch.utils.checkpoint gives other random numbers

@@ -137,6 +137,7 @@ def test_norms_that_are_computed_again(make: Callable[[], nn.Module], options: d
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("options", [{}, {"devices": CPUS}, {"memory_budget": 0.0}])
+@pytest.mark.quick_every(4)
 def test_cumulative_statistics_are_of_microbatches_too(microbatches: int, options: dict[str, Any]) -> None:
     """The factor is one divided by the number of batches so far: the graph does not break there."""
     model, x = Normed(None), torch.randn(8, 3, 6, 6)

@@ -23,6 +23,7 @@ def _step(compiled: Any, x: torch.Tensor, y: torch.Tensor, call: str) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.quick_every(14)
 def test_no_step_allocates_more_than_predicted(schedule: str, call: str) -> None:
     for devices in (["cpu"], CPUS):
         model = Blocks(8, 4)

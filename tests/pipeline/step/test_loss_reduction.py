@@ -178,6 +178,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("way", ["ignores it", "looks at it", "passes it on", "divides"])
 @pytest.mark.parametrize("kind", [torch.tensor, int])
 @pytest.mark.parametrize("call", ["autograd", "forward_backward"])
+@pytest.mark.quick_every(9)
 def test_a_count_matters_where_it_is_read(way: str, kind: Any, call: str) -> None:
     """Whatever the model does with it, losses and gradients are those without microbatches."""
     model = Counting(way)

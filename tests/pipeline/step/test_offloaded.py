@@ -38,6 +38,7 @@ def _trained(name: str, devices: Sequence[str], microbatches: int, **options) ->
 
 # Dynamo looks at the values of numbers that lie on the CPU, as batch norm's count of batches, which have none here.
 @pytest.mark.parametrize("name", sorted(set(GOLDEN) - {"unet"}))
+@pytest.mark.quick_every(3)
 def test_it_has_the_bits_of_a_model_on_the_device(name: str, request: pytest.FixtureRequest) -> None:
     options = {"stages": 2, "schedule": "gpipe", "recompute": "full"}
     reference = _trained(name, ["cpu"], 1, **options)
@@ -46,6 +47,7 @@ def test_it_has_the_bits_of_a_model_on_the_device(name: str, request: pytest.Fix
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.quick_every(6)
 def test_microbatches_under_every_schedule(schedule: str, request: pytest.FixtureRequest) -> None:
     reference = _trained("tied_transformer", CPUS, 4, schedule=schedule)
     request.getfixturevalue("on_the_host")

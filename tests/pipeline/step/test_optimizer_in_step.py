@@ -106,6 +106,7 @@ def _updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.quick_every(3)
 def test_every_optimizer_has_the_bits_of_its_step_after_the_backward(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +118,7 @@ def test_every_optimizer_has_the_bits_of_its_step_after_the_backward(
 @pytest.mark.usefixtures("on_the_host")
 @pytest.mark.parametrize("synchronize", [True, False])
 @pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.quick_every(3)
 def test_offloaded_models_masters_and_steps_that_do_not_wait(
     dtype: torch.dtype | None, synchronize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +131,7 @@ def test_offloaded_models_masters_and_steps_that_do_not_wait(
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "roundpipe"])
+@pytest.mark.quick_every(3)
 def test_tied_weights_are_updated_after_their_last_gradient_and_last_reader(schedule: str) -> None:
     make, make_batch, _ = GOLDEN["tied_transformer"]
     torch.manual_seed(0)

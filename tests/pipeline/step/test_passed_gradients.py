@@ -66,6 +66,7 @@ def _squares(output: torch.Tensor) -> torch.Tensor:
     ids=lambda options: options["schedule"],
 )
 @pytest.mark.parametrize("inside", [True, False], ids=["loss inside", "loss outside"])
+@pytest.mark.quick_every(2)
 def test_gradients_that_no_stage_makes(model: type[nn.Module], options: dict[str, Any], inside: bool) -> None:
     reference = model()
     piped = copy.deepcopy(reference)

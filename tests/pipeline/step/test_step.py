@@ -43,6 +43,7 @@ def _golden(name: str) -> tuple[nn.Module, Mapping[str, Any], Step]:
 @pytest.mark.parametrize(
     ("schedule", "checkpoint"), [("zero_bubble", "always"), ("roundpipe", "always"), ("1f1b", "never")]
 )
+@pytest.mark.quick_every(7)
 def test_one_microbatch_has_the_bits_of_aot_eager(name: str, schedule: str, checkpoint: str) -> None:
     """Skips (U-Net, encoder-decoder), tied weights, dropout, nonzero, batch norm: one property a model."""
     model, batch, reference = _golden(name)
@@ -51,6 +52,7 @@ def test_one_microbatch_has_the_bits_of_aot_eager(name: str, schedule: str, chec
 
 
 @pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.quick_every(2)
 def test_through_autograd_too(name: str) -> None:
     model, batch, reference = _golden(name)
     own = copy.deepcopy(model)
@@ -90,6 +92,7 @@ def _with_dropout() -> tuple[nn.Module, Mapping[str, Any], Step]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.quick_every(6)
 def test_schedules_devices_and_recomputation_change_no_bit(schedule: str) -> None:
     """But for RoundPipe's dispatch, where several devices add up what is one stage's, so in another order."""
     model, given, reference = _with_dropout()

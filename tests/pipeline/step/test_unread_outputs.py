@@ -29,6 +29,7 @@ def _hold(model: Any, *batch: Any) -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.long
 def test_gradients_are_those_with_outputs(microbatches: int, compiler: Any) -> None:
     own, *batch = make_head()
     steps = []
@@ -84,6 +85,7 @@ def test_outputs_that_are_differentiated_have_their_gradients() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.quick_every(2)
 def test_a_budget_that_is_met_only_without_outputs_leaves_them_out(microbatches: int) -> None:
     own, *batch = make_head()
     options: dict[str, Any] = {"num_microbatches": microbatches, "dynamic": False, "tiling": "never"}
@@ -99,6 +101,7 @@ def test_a_budget_that_is_met_only_without_outputs_leaves_them_out(microbatches:
     )
 
 
+@pytest.mark.long
 def test_a_budget_that_is_met_only_in_tiles_and_without_outputs() -> None:
     own, *batch = make_head()
     model = roundpipe_fx.compile(own, num_microbatches=2, dynamic=False, memory_budget=SCORES // 2)
@@ -108,6 +111,7 @@ def test_a_budget_that_is_met_only_in_tiles_and_without_outputs() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.quick_every(2)
 def test_steps_that_drop_outputs_are_planned_without_them(microbatches: int) -> None:
     """Until a step reads or holds them: then the next is planned for that."""
     own, *batch = make_head()
@@ -129,6 +133,7 @@ def test_steps_that_drop_outputs_are_planned_without_them(microbatches: int) -> 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("outputs", ["auto", "held"])
+@pytest.mark.quick_every(2)
 def test_outputs_that_are_held_stay_in_the_plan(outputs: Any, microbatches: int) -> None:
     """Also where the user has said so and drops them all the same."""
     own, *batch = make_head()
