@@ -9,7 +9,7 @@ forward knows that. Its gradient divides by the whole window if padding counts, 
 Without padding, the gradient that leaves padding out is the same, and is right. With padding, the incoming gradient is
 divided by the counts, and the gradient is asked to divide by one.
 
-Models that need it: EfficientNet in Hugging Face Transformers, whose window is larger than any input.
+Models that need it: EfficientNet in Hugging Face Transformers, whose window is larger than any input (pytorch#198119).
 """
 
 from __future__ import annotations
