@@ -252,6 +252,7 @@ def test_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _run_page("README.md", tmp_path, monkeypatch)
 
 
+@pytest.mark.quick_every(2)
 def test_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = logging.getLogger("roundpipe_fx")
     level = logger.level
@@ -302,6 +303,7 @@ def test_with_your_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (tmp_path / "saved" / ".metadata").exists()
 
 
+@pytest.mark.long
 def test_pytorch_bugs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _run_page("docs/pytorch-bugs.md", tmp_path, monkeypatch)
 
@@ -322,6 +324,7 @@ def test_coming_from_names_what_there_is() -> None:
         assert name in page and hasattr(rotor, name)
 
 
+@pytest.mark.long
 def test_long_sequence() -> None:
     """A budget that needs tiles of the loss and of the MLPs, and recomputation."""
     small = ("--layers", "2", "--width", "64", "--vocabulary", "512")
@@ -331,6 +334,7 @@ def test_long_sequence() -> None:
     assert found is not None and abs(float(found[1]) - 6.3) < 0.3 and int(found[2]) <= 15
 
 
+@pytest.mark.long
 def test_gradients_of_a_long_sequence() -> None:
     """In double precision, beside the step with nothing in tiles."""
     make = runpy.run_path(str(ROOT / "examples/long_sequence.py"))["llama"]

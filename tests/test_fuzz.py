@@ -49,6 +49,7 @@ def _case(
 
 
 @pytest.mark.parametrize("number", long_but([1, 3, 4], quick={1}))
+@pytest.mark.long
 def test_some_cases(number: int) -> None:
     result = check_case(case_of(20, number, most=8, ways=2))
     assert not result.failures, result.failures

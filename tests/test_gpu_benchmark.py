@@ -77,6 +77,7 @@ def test_a_measurement_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.long
 def test_a_run_may_be_stopped_at_any_time(tmp_path: Path, number: signal.Signals) -> None:
     path = tmp_path / "gpu.jsonl"
     arguments = ["--small", "--output", str(path), "--only", "budgets"]
@@ -99,6 +100,7 @@ def _children(process: int) -> list[str]:
     return Path(f"/proc/{process}/task/{process}/children").read_text().split()
 
 
+@pytest.mark.long
 def test_workers_end_with_the_process_that_has_started_them() -> None:
     """However it ends: nothing more comes from their standard input."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

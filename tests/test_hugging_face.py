@@ -12,6 +12,7 @@ from tests.long import long_but
 
 @pytest.mark.parametrize("autocast", long_but([False, True], quick={False}), ids=["fp32", "autocast"])
 @pytest.mark.parametrize("name", long_but(hugging_face.MODELS, quick={"gpt2", "resnet"}))
+@pytest.mark.long
 def test_bits(name: str, autocast: bool) -> None:
     make, make_batch = hugging_face.MODELS[name]
     model, batch = make(), make_batch()

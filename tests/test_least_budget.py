@@ -67,6 +67,7 @@ def _refused(compiled: nn.Module, x: torch.Tensor) -> roundpipe_fx.InfeasibleBud
 
 
 @pytest.mark.parametrize("case", long_but(CASES, quick={"pipelined"}))
+@pytest.mark.long
 def test_one_minimum(case: str) -> None:
     make, x, options = CASES[case]
     base = make()

@@ -188,6 +188,7 @@ def test_a_gradient_of_an_output_beside_no_loss_is_counted() -> None:
     assert peak.bytes <= compiled.plan.peak_bytes
 
 
+@pytest.mark.long
 def test_hoisted_values_are_kept_at_every_budget() -> None:
     for budget in (0.0, 0.5):
         torch._dynamo.reset()

@@ -51,6 +51,7 @@ class _Around(nn.Module):
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"memory_budget": 0.0}], ids=str)
 @pytest.mark.parametrize("function", [_loop, _scan, _dropout_in_scan, _cond])
+@pytest.mark.quick_every(3)
 def test_bits(function: Function, options: dict[str, object]) -> None:
     model, batch = _Around(function), {"x": torch.randn(24, 16)}
     step, _ = compiled_step(model, batch, **options)
@@ -109,6 +110,7 @@ def test_memory_of_bodies_is_known_after_the_first_step(function: Function) -> N
     pytest.fail(f"the least budget that was named last, {budget} bytes, was refused")
 
 
+@pytest.mark.long
 def test_smaller_budgets_have_no_higher_peaks() -> None:
     peaks = []
     for budget in (0.0, 0.5, 1.0):

@@ -161,6 +161,7 @@ def _assert_as_eager(found: list[Step], expected: list[Step]) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.quick_every(3)
 def test_buffers_that_are_updated_and_read(way: str) -> None:
     model = All().double()
     eager = copy.deepcopy(model)
@@ -282,6 +283,7 @@ LAYS: dict[str, Any] = {
 
 @pytest.mark.parametrize("lay", LAYS)
 @pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.quick_every(7)
 def test_numbers_drawn_in_place_fall_in_the_order_of_memory(draw: str, lay: str) -> None:
     model, x = Noise(DRAWS[draw], LAYS[lay]).double(), torch.randn(4, 8, dtype=torch.float64)
     eager = train_step(model, model, {"x": x})
@@ -554,6 +556,7 @@ class Writing(nn.Module):
 @pytest.mark.filterwarnings("ignore:roundpipe_fx.*share memory")
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__.strip("_"))
 @pytest.mark.parametrize("door", DOORS)
+@pytest.mark.quick_every(2)
 def test_inputs_that_share_memory_and_are_written(door: str, write: Any) -> None:
     eager = Writing(write).double()
     model = copy.deepcopy(eager)

@@ -63,6 +63,7 @@ def test_bits_and_bytes(kind: str, options: dict[str, Any]) -> None:
     ],
     ids=["LSTM", "GRU", "RNN"],
 )
+@pytest.mark.long
 def test_dropout_between_layers_has_the_masks_of_eager(kind: str, options: dict[str, Any]) -> None:
     model = Recurrent(kind, num_layers=3, dropout=0.5, **options).double()
     batch = {"x": torch.randn(3, 4, 8, dtype=torch.float64)}

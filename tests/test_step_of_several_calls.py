@@ -228,6 +228,7 @@ def test_a_share_is_one_of_the_whole_step() -> None:
     assert recomputed[0] > recomputed[1] >= recomputed[2]
 
 
+@pytest.mark.long
 def test_a_share_is_not_refused_after_a_graph_break() -> None:
     """The first step shows that a part returns a scalar that another one reads, and needs more than was known."""
 

@@ -59,6 +59,7 @@ def test_below_what_is_reached_without_there_are_plans_in_tiles(plan: roundpipe_
     assert found.chosen is not None and not found.plans[found.chosen].tiles
 
 
+@pytest.mark.long
 def test_budgets_meet_them(plan: roundpipe_fx.Plan) -> None:
     tiled = plan.frontier()[len(plan.frontier(tiles=False)) :]
     least = minimum(HeadAfterBlocks(), {"x": torch.randn(512, 16), "y": torch.randint(1024, (512,))})
@@ -98,6 +99,7 @@ def test_where_tiles_are_taken_wherever_they_pay_no_plan_beats_another() -> None
         assert smaller < size and longer > seconds
 
 
+@pytest.mark.long
 def test_where_tiles_are_taken_wherever_they_pay_budgets_meet_the_points() -> None:
     points = _traced(memory_budget=0.5, tiling="auto").frontier()
     for size, seconds in (points[len(points) // 3], points[len(points) // 2], points[-1]):
@@ -105,6 +107,7 @@ def test_where_tiles_are_taken_wherever_they_pay_budgets_meet_the_points() -> No
         assert met.peak_bytes <= size and met.point()[1] <= seconds + 0.02 * met.forward_seconds
 
 
+@pytest.mark.long
 def test_a_plan_from_the_cache_looks_for_tiles_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ROUNDPIPE_FX_CACHE", str(tmp_path))
     monkeypatch.setenv("ROUNDPIPE_FX_PLAN_CACHE", "1")

@@ -81,6 +81,7 @@ def measured_peak(compiled: nn.Module, x: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", long_but(MODELS, quick={"blocks"}))
+@pytest.mark.long
 def test_plans_say_what_is_allocated(name: str) -> None:
     """Without a budget and with each no less than is allocated, and hardly more; the peaks fall with the budget."""
     make, inputs = MODELS[name]
@@ -98,6 +99,7 @@ def test_plans_say_what_is_allocated(name: str) -> None:
     assert planned == sorted(planned, reverse=True) and planned[-1] < 0.9 * planned[0]
 
 
+@pytest.mark.long
 def test_what_was_read_is_kept_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Another process writes no code to know the same plan's peak."""
     monkeypatch.setenv("ROUNDPIPE_FX_CACHE", str(tmp_path))
@@ -113,6 +115,7 @@ def test_what_was_read_is_kept_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert peaks[0] == peaks[1] and [*(tmp_path / "compiled_memory").glob("*.json")]
 
 
+@pytest.mark.long
 def test_code_that_plans_were_judged_by_is_not_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In a backward, too, which runs in a thread of its own; only kernels are left to compile."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

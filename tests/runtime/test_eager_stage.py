@@ -29,6 +29,7 @@ def _module(build: Any, root: torch.nn.Module | None = None) -> fx.GraphModule:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.quick_every(2)
 def test_it_does_what_fx_would(name: str) -> None:
     make, make_batch, stages = GOLDEN[name]
     _, compiled = compiled_step(make(), make_batch(), stages=stages, recompute="full")

@@ -39,6 +39,7 @@ def gradients(model: nn.Module, run: Any, given: tuple[torch.Tensor, torch.Tenso
 
 @pytest.mark.parametrize("door", ["compile", "in place", "backend"])
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.long
 def test_a_gradient_that_arrives_is_used(door: str, dynamic: bool) -> None:
     """Missing, arriving, and missing again, with one compiled function and other sizes."""
     torch.manual_seed(0)
@@ -62,6 +63,7 @@ def test_a_gradient_that_arrives_is_used(door: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "roundpipe"])
+@pytest.mark.long
 def test_it_is_compiled_once_by_whichever_worker_needs_it_first(schedule: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -78,6 +80,7 @@ def test_it_is_compiled_once_by_whichever_worker_needs_it_first(schedule: str) -
             torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_missing_gradients_take_one_element() -> None:
     """Logits, which the caller holds, their log-softmax and gradient; zeros for the logits would be a fourth."""
     torch._dynamo.reset()

@@ -88,6 +88,7 @@ def _saved_eagerly(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["down_proj"], ["v_proj", "up_proj"], "all-linear"])
+@pytest.mark.quick_every(4)
 def test_the_backward_has_the_products_of_eager_pefts(targets: Any) -> None:
     eager, own = _adapted(targets), _adapted(targets)
     model = roundpipe_fx.compile(own, memory_budget=1.0, stage_compiler="eager")
@@ -104,6 +105,7 @@ def test_the_backward_has_the_products_of_eager_pefts(targets: Any) -> None:
     assert model.plan.saved_bytes <= _saved_eagerly(eager)
 
 
+@pytest.mark.long
 def test_recomputation_stops_at_the_first_layer_with_an_adapter() -> None:
     last = roundpipe_fx.compile(_adapted(r".*layers\.2\..*q_proj"), memory_budget=0.0, stage_compiler="eager")
     every = roundpipe_fx.compile(_adapted(["q_proj"]), memory_budget=0.0, stage_compiler="eager")

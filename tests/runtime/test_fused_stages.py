@@ -46,6 +46,7 @@ def _step(run: Any, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> tuple[
 
 
 @pytest.mark.parametrize("budget", [None, 0.0])
+@pytest.mark.long
 def test_gradients_are_those_of_eager_pytorch(budget: float | None) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -43,6 +43,7 @@ def test_what_is_somebody_elses_is_not_written_over() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.quick_every(2)
 def test_a_step_holds_no_matrix_beside_the_sums(schedule: str) -> None:
     model, (x, y) = Blocks(128, 6), batch_of(8, 128)
     compiled = roundpipe_fx.compile(model, devices=["cpu"], stages="auto", num_microbatches=4, schedule=schedule)
@@ -65,6 +66,7 @@ def _tied() -> tuple[nn.Module, dict[str, torch.Tensor], Step]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.quick_every(3)
 def test_no_microbatch_sends_a_tied_gradient(schedule: str) -> None:
     model, batch, reference = _tied()
     step, compiled = pipelined_step(model, batch, num_microbatches=4, schedule=schedule)

@@ -69,6 +69,7 @@ def _loss(outputs: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("door", DOORS)
+@pytest.mark.quick_every(2)
 def test_a_budget_holds_with_outputs_beside_the_loss(door: Callable[..., Any], dynamic: bool) -> None:
     model = WithOutputs()
     reference = copy.deepcopy(model)
@@ -125,6 +126,7 @@ def test_graphs_between_breaks_get_no_zeros_either(dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.long
 def test_stages_that_need_strides_get_full_zeros(dynamic: bool) -> None:
     """Inductor's code reads memory by the strides that it was compiled for."""
     model = WithOutputs()

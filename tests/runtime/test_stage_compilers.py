@@ -208,6 +208,7 @@ class _Weighed(nn.Module):
         return (self.second(y).view(rows, 4) * weight).square().sum() / rows
 
 
+@pytest.mark.long
 def test_sizes_that_one_stage_computes_reach_the_next_with_inductor() -> None:
     model = _Weighed()
     compiled = roundpipe_fx.compile(
@@ -236,6 +237,7 @@ class _Halved(nn.Module):
         return self.second(F.silu(self.norm(self.first(images)))).square().mean()
 
 
+@pytest.mark.long
 def test_code_for_sizes_that_are_computed_from_no_input_is_not_looked_up_in_inductors_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +289,7 @@ def test_compilers_see_functional_graphs() -> None:
     assert {module.phase for module in compiled.plan.modules} == set(Phase) - {Phase.WEIGHT}
 
 
+@pytest.mark.long
 def test_settings_of_inductor_are_those_of_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold while its stages are compiled, and not outside."""
     seen = []
@@ -305,6 +308,7 @@ def test_settings_of_inductor_are_those_of_its_stages(monkeypatch: pytest.Monkey
     assert torch._inductor.config.max_fusion_size == usual
 
 
+@pytest.mark.long
 def test_compiled_code_is_called_without_its_object_unless_someone_looks() -> None:
     """From the second call on, which a step of many stages saves each time."""
     from torch._inductor.output_code import CompiledFxGraph
@@ -373,6 +377,7 @@ class Transposed(nn.Module):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.long
 def test_saved_values_that_come_back_with_other_strides_are_refused(stages: int) -> None:
     """In any step: a user's hooks unpack what the backward reads, and may be there in one step and not in another."""
     model, x = Transposed(), torch.randn(8, 16)

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Iterator, Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -187,6 +188,7 @@ def _steps(draw: st.DrawFn) -> tuple[Schedule, StageGraph, StepCosts]:
 
 @given(_steps(), st.integers(0, 150), st.integers(0, 2), st.booleans(), st.integers(0, 2**32))
 @settings(max_examples=500, deadline=None)
+@pytest.mark.long
 def test_no_order_of_workers_needs_more_than_the_predicted_peaks(
     step: tuple[Schedule, StageGraph, StepCosts], limit: int, distance: int, in_time: bool, seed: int
 ) -> None:

@@ -95,6 +95,7 @@ class Remembering(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*more than the .* segments")
 @pytest.mark.parametrize(("reader", "writer", "stages"), [(3, 4, 4), (0, 1, 4), (0, 7, 1), (1, 6, 2)])
 @pytest.mark.parametrize("called", ["forward_backward", "autograd", "evaluation"])
+@pytest.mark.quick_every(3)
 def test_buffers_across_stages(reader: int, writer: int, stages: int, called: str) -> None:
     model, x, steps = Remembering(reader, writer), torch.randn(8, 8), {}
     for schedule in (SPEC.name, "gpipe"):

@@ -68,6 +68,7 @@ distances = st.integers(0, 3)
 
 @given(steps(), distances, st.integers(0, 200), st.booleans())
 @settings(max_examples=250, deadline=None)
+@pytest.mark.long
 def test_what_leaves_brings_the_device_within_the_limit_if_anything_can(
     step, distance: int, limit: int, in_time: bool
 ) -> None:

@@ -32,6 +32,7 @@ def _flags() -> tuple[bool, bool]:
 
 
 @pytest.mark.filterwarnings("ignore::roundpipe_fx.GraphBreakWarning")
+@pytest.mark.long
 def test_a_random_size_read_by_python() -> None:
     base, x, before = _Chosen(), torch.randn(4, 4), _flags()
 

@@ -145,6 +145,7 @@ class _Sentences(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens.sum() % 3}
 
 
+@pytest.mark.long
 def test_trainer_with_microbatches_of_a_model_that_ignores_the_count(tmp_path: Path) -> None:
     """The Trainer passes the number of items to models whose loss is a plain mean as well."""
     config = transformers.BertConfig(
