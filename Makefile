@@ -18,7 +18,7 @@ demo: $(READY)  ## train a small mixture of experts and compare with eager and t
 	$(BIN)/python examples/demo.py
 
 # A worker a core, four at most, as each holds all of PyTorch. One thread a worker: they share the cores.
-CORES := $(shell nproc 2>/dev/null || echo 2)
+CORES := $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
 XDIST := -n $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4))) --dist worksteal
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(XDIST) tests
 
