@@ -48,7 +48,7 @@ def _case(
     return Case(0, 0, elements, dtype, (6, 4), ((3, 8),), returns, False, use, (way or {"mode": "step"},))
 
 
-@pytest.mark.parametrize("number", long_but([1, 3, 4], quick={1}))
+@pytest.mark.parametrize("number", [1, 3, 4])
 @pytest.mark.long
 def test_some_cases(number: int) -> None:
     result = check_case(case_of(20, number, most=8, ways=2))

@@ -7,11 +7,10 @@ import torch
 
 from tests import hugging_face
 from tests.comparison import assert_bitwise, compiled_step, train_step
-from tests.long import long_but
 
 
-@pytest.mark.parametrize("autocast", long_but([False, True], quick={False}), ids=["fp32", "autocast"])
-@pytest.mark.parametrize("name", long_but(hugging_face.MODELS, quick={"gpt2", "resnet"}))
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("name", hugging_face.MODELS)
 @pytest.mark.long
 def test_bits(name: str, autocast: bool) -> None:
     make, make_batch = hugging_face.MODELS[name]

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe_fx
-from tests.long import long_but
 
 Make = Callable[[], nn.Module]
 
@@ -66,7 +65,7 @@ def _refused(compiled: nn.Module, x: torch.Tensor) -> roundpipe_fx.InfeasibleBud
     return refused.value
 
 
-@pytest.mark.parametrize("case", long_but(CASES, quick={"pipelined"}))
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.long
 def test_one_minimum(case: str) -> None:
     make, x, options = CASES[case]

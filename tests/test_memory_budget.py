@@ -63,7 +63,7 @@ def test_golden_models(name: str) -> None:
     _check(make(), make_batch(), [0.0, 0.5])
 
 
-@pytest.mark.parametrize("name", long_but(MODELS, quick={"gpt2"}))
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.long
 def test_hugging_face_models(name: str) -> None:
     make, make_batch = MODELS[name]

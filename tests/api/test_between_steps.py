@@ -13,7 +13,6 @@ import transformers
 from torch import nn
 
 import roundpipe_fx
-from tests.long import long_but
 
 
 def _llama() -> nn.Module:
@@ -45,7 +44,7 @@ DOORS: dict[str, Callable[[nn.Module], Any]] = {"compile": _compiled, "in place"
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("door", long_but(DOORS, quick={"compile"}))
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.long
 def test_generation_between_steps(door: str, training: bool) -> None:
     """With a cache, whose length changes with each token, and with padding on the left; plans are not made for each."""

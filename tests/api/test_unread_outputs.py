@@ -20,7 +20,6 @@ from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.planner import lower
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning
-from tests.long import long_but
 from tests.scoring_heads import SCORES, TOKENS, WORDS, ScoringHead, drop, least_budget, make_head, measure
 
 _LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
@@ -36,7 +35,7 @@ def _least_dropped() -> int:
     return least_budget(*make_head(), outputs="dropped")
 
 
-@pytest.mark.parametrize("name", long_but(_LANGUAGE_MODELS, quick={"llama"}))
+@pytest.mark.parametrize("name", _LANGUAGE_MODELS)
 @pytest.mark.long
 def test_a_step_never_makes_the_scores(name: str) -> None:
     """And what it is predicted to take, it takes."""

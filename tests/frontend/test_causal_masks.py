@@ -418,7 +418,6 @@ def _squares(plan: roundpipe_fx.Plan) -> list[str]:
 
 
 @pytest.mark.parametrize("name", long_but(DECODERS, quick={"llama", "gpt2"}))
-@pytest.mark.quick_every(2)
 def test_decoders_have_the_bits_of_eager(name: str) -> None:
     model, batch = _decoder(name), _batch()
     expected = eager_step(model, batch)

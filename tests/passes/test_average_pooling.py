@@ -47,7 +47,7 @@ class Pooled(nn.Module):
 
 @pytest.mark.parametrize("name", BEYOND)
 def test_gradients_are_those_of_eager(name: str) -> None:
-    """By PyTorch's kernels to the bit; Inductor's agree to the last digits of float64."""
+    """To the bit, where PyTorch's kernels run both graphs."""
     space, how = BEYOND[name]
     x = torch.randn(2, 3, *space, dtype=torch.float64)
     model = Pooled(**how).double()

@@ -206,7 +206,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ("function", "convolution"), [("group norm", "transposed"), ("interpolated and joined", "plain")]
 )
 @pytest.mark.parametrize("options", long_but(OPTIONS, quick={"recomputed"}))
-@pytest.mark.quick_every(2)
 def test_trains_as_eagerly_in_compiled_stages(function: str, convolution: str, options: str) -> None:
     """Results and gradients have the strides of the eager model's."""
     model, images = _block(function, convolution), torch.randn(3, 3, 8, 8)

@@ -13,7 +13,6 @@ from torch import nn
 import roundpipe_fx
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.planner import lower_pipeline as lowering
-from tests.long import long_but
 from tests.planner.test_tiling_search import WideBlocks
 
 WORDS = 512
@@ -54,7 +53,7 @@ def least(model: nn.Module, batch: dict[str, torch.Tensor], **options: Any) -> i
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", long_but(WAYS, quick={"1f1b"}))
+@pytest.mark.parametrize("way", WAYS)
 def test_the_least_budget_is_met_in_tiles(way: str) -> None:
     model = LanguageModel().double()
     tokens = torch.randint(0, WORDS, (8, 32))

@@ -12,7 +12,6 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.planner import judged_by_code
-from tests.long import long_but
 from tests.runtime.test_compiled_memory import Words
 
 
@@ -127,7 +126,7 @@ def test_stages_are_as_long_as_compiling_gains_where_nothing_is_recomputed(repea
     assert recomputed > 1
 
 
-@pytest.mark.parametrize("tiling", long_but(["never", None], quick={"never"}))
+@pytest.mark.parametrize("tiling", ["never", None])
 @pytest.mark.long
 def test_what_a_refusal_names_is_met(tiling: str | None) -> None:
     """In bytes: the least is met, and one byte less is refused; in tiles, too."""

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from tests.long import long_but
 from tests.runtime.test_compiled_memory import Blocks, Words, measured_peak
 
 
@@ -19,7 +18,7 @@ def _compiled(model: nn.Module, **options: Any) -> Any:
     return roundpipe_fx.compile(model, num_microbatches=4, devices=["cpu"], stage_compiler="inductor", **options)
 
 
-@pytest.mark.parametrize("name", long_but(["blocks", "words"], quick={"blocks"}))
+@pytest.mark.parametrize("name", ["blocks", "words"])
 @pytest.mark.long
 def test_plans_say_what_is_allocated(name: str) -> None:
     """Sums of gradients and what is between microbatches included; the peaks fall with the budget."""

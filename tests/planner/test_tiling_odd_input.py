@@ -203,7 +203,7 @@ def test_nothing_to_differentiate() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", long_but([0, 7], quick={7}))
+@pytest.mark.parametrize("seed", [0, 7])
 def test_masks_are_drawn_as_without_tiles(seed: int) -> None:
     class Layers(nn.Module):
         def __init__(self) -> None:

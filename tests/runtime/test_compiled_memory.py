@@ -14,7 +14,6 @@ from torch._dynamo.utils import counters
 
 import roundpipe_fx
 from roundpipe_fx.runtime import compiled_memory
-from tests.long import long_but
 
 MOST = 1.01
 """The largest ratio of planned to allocated bytes."""
@@ -80,7 +79,7 @@ def measured_peak(compiled: nn.Module, x: torch.Tensor) -> int:
     return peak.bytes
 
 
-@pytest.mark.parametrize("name", long_but(MODELS, quick={"blocks"}))
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.long
 def test_plans_say_what_is_allocated(name: str) -> None:
     """Without a budget and with each no less than is allocated, and hardly more; the peaks fall with the budget."""

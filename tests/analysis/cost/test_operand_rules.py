@@ -206,7 +206,6 @@ def _planned(watch: Watch, model: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 @pytest.mark.parametrize("name", long_but(hugging_face.MODELS, quick={"gpt2", "resnet"}))
 @pytest.mark.usefixtures("untried")
-@pytest.mark.quick_every(2)
 def test_only_named_operators_of_models_are_run(name: str) -> None:
     make, make_batch = hugging_face.MODELS[name]
     watch = Watch()
@@ -214,7 +213,7 @@ def test_only_named_operators_of_models_are_run(name: str) -> None:
     assert watch.graphs and len(watch.ran) > 5 and not watch.unnamed
 
 
-@pytest.mark.parametrize("part", long_but(range(8), quick={0}))
+@pytest.mark.parametrize("part", range(8))
 @pytest.mark.usefixtures("untried")
 @pytest.mark.long
 def test_only_named_operators_of_the_fuzzers_pool_are_run(part: int) -> None:
