@@ -8,10 +8,10 @@ order of the eager model::
     as captured    x ─▶ conv ─▶ to channels first ═▶ relu ─▶ …      each kernel converts, each value is kept so
     after          x, w ─▶ to channels last ─▶ conv ═▶ relu ─▶ …    only what enters and what leaves is converted
 
-The pass inserts the conversions of operands that are not in this order, of pointwise operations too if another operand
-is, and records the strides that follow. Outputs of the graph, gradients of weights among them, are converted back. The
-gradient of group normalization is given what autograd promises its kernel: an incoming gradient in the order of the
-input.
+The pass inserts the conversions of operands that are not in this order, if another operand is of pointwise operations
+and of joined images too (Inductor would join them in one order, and then copy the whole in the other), and records the
+strides that follow. Outputs of the graph, gradients of weights among them, are converted back. The gradient of group
+normalization is given what autograd promises its kernel: an incoming gradient in the order of the input.
 """
 
 from __future__ import annotations
@@ -95,20 +95,27 @@ def _insert_conversion(before: fx.Node, source: fx.Node) -> fx.Node:
 
 
 def _mixes_orders(node: fx.Node) -> bool:
-    """Test for a pointwise operation on images of which some have channels innermost in memory, and others have not."""
+    """Test for an operation on images of which some have channels innermost in memory, and others have not: a pointwise
+    one, or one that joins them."""
     orders = {_has_channels_last(source.meta["val"]) for source in _find_images(node)}
-    return len(orders) == 2 and has_tag(node.target, torch.Tag.pointwise)
+    return len(orders) == 2 and (node.target is aten.cat.default or has_tag(node.target, torch.Tag.pointwise))
 
 
 def _find_images(node: fx.Node) -> list[fx.Node]:
-    """Operands of the result's shape, if that has four dimensions, whose order in memory matters."""
+    """Operands of the result's shape, if that has four dimensions, or parts of it, whose order in memory matters."""
     if not is_tensor(node) or node.meta["val"].dim() != 4:
         return []
-    sizes, _ = layout_of(node.meta["val"])
-    if sizes[1] == 1 or sizes[2] * sizes[3] == 1:
-        return []
-    operands = filter(is_tensor, node.all_input_nodes)
-    return [source for source in operands if layout_of(source.meta["val"]).sizes == sizes]
+    operands = [source for source in node.all_input_nodes if is_tensor(source)]
+    if node.target is not aten.cat.default:
+        sizes, _ = layout_of(node.meta["val"])
+        operands = [source for source in operands if layout_of(source.meta["val"]).sizes == sizes]
+    return [source for source in operands if _has_order(source.meta["val"])]
+
+
+def _has_order(value: torch.Tensor) -> bool:
+    """Return whether it matters if the channels of images lie innermost in memory."""
+    sizes, _ = layout_of(value)
+    return len(sizes) == 4 and sizes[1] != 1 and sizes[2] * sizes[3] != 1
 
 
 def _has_channels_last(value: torch.Tensor) -> bool:

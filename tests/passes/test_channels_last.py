@@ -74,6 +74,32 @@ def joint(
     )
 
 
+def test_as_text_images_are_joined_in_the_order_of_convolutions() -> None:
+    """An operand of a joined image is converted, and not the whole; numbers and one pixel each have no order."""
+    before = """\
+def joint(
+    x: float32[2, 3, 4, 4],
+    y: float32[2, 2, 4, 4],
+    p: float32[2, 2, 1, 1],
+    w: float32[3, 3, 1, 1],
+    v: float32[3, 5, 1, 1],
+):
+    # captured
+    convolution: float32[2, 3, 4, 4] = aten.convolution.default(x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    cat: float32[2, 5, 4, 4] = aten.cat.default([y, convolution], 1)
+    convolution_1: float32[2, 3, 4, 4] = aten.convolution.default(cat, v, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    cat_1: float32[2, 4, 1, 1] = aten.cat.default([p, p], 1)
+    return (convolution_1, cat_1), ()
+"""
+    made = after(_on_cpu, before, name="channels_last")
+    cats = [line.strip() for line in made.splitlines() if " aten.cat." in line]
+    assert cats == [
+        "cat: float32[2, 5, 4, 4].strides(80, 1, 20, 5) = aten.cat.default([clone_default_1, convolution], 1)",
+        "cat_1: float32[2, 4, 1, 1] = aten.cat.default([p, p], 1)",
+    ]
+    assert "aten.clone.default(cat" not in made and "aten.clone.default(y, memory_format=torch.channels_last)" in made
+
+
 def test_as_text_without_convolutions_nothing_changes() -> None:
     before = """\
 def joint(
