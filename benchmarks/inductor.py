@@ -38,10 +38,10 @@ from benchmarks.side_by_side import cases as small_vocabularies
 _SMALL, _LARGE = 1024, 32768
 FIGURES = "resident MB (planned) / processor seconds of a step / processor seconds of the first step, one thread"
 
-_Way = Callable[[nn.Module, Case], Callable[..., Any]]
+Way = Callable[[nn.Module, Case], Callable[..., Any]]
 
 
-def compiled_by_torch(budget: float = 1.0) -> _Way:
+def compiled_by_torch(budget: float = 1.0) -> Way:
     """``torch.compile``, with a budget for what is saved."""
 
     def way(model: nn.Module, _: Case) -> Callable[..., Any]:
@@ -51,12 +51,12 @@ def compiled_by_torch(budget: float = 1.0) -> _Way:
     return way
 
 
-def compiled_by_us(budget: float | int | None) -> _Way:
+def compiled_by_us(budget: float | int | None) -> Way:
     """Ours, with stages that Inductor compiles."""
     return lambda model, _: roundpipe_fx.compile(model, memory_budget=budget, stage_compiler="inductor")
 
 
-def checkpointed(compiled: bool) -> _Way:
+def checkpointed(compiled: bool) -> Way:
     """A checkpoint around each block, as people write it by hand."""
 
     def way(model: nn.Module, case: Case) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ def checkpointed(compiled: bool) -> _Way:
     return way
 
 
-WAYS: dict[str, _Way] = {
+WAYS: dict[str, Way] = {
     "checkpoint per block": checkpointed(compiled=False),
     "checkpoint per block, compiled": checkpointed(compiled=True),
     "torch.compile": compiled_by_torch(),
@@ -290,7 +290,7 @@ def cell(bytes: int, planned: int | None, seconds: float, first: float) -> str:
     return f"{bytes / 1e6:.0f}{of_plan} / {seconds:.3g} / {first:.0f}"
 
 
-def measured(case: Case, way: _Way) -> dict[str, Any]:
+def measured(case: Case, way: Way) -> dict[str, Any]:
     """Peak and planned bytes, processor seconds of a step and of the first one, in this process.
 
     Args:

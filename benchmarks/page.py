@@ -96,8 +96,9 @@ _PARTS = (
         "inductor_steps",
         "Time of compiled stages",
         "benchmarks.inductor_steps",
-        "The time of a step without a budget, measured more precisely: both variants take turns in one process, with "
-        "one thread. A ratio below 1 means less time than `torch.compile`.",
+        "The time of a step, measured more precisely: both variants take turns in one process, with one thread. A "
+        "ratio below 1 means less time than the peer. If the peer has a budget, ours is the number of bytes that the "
+        "peer was measured to need.",
     ),
     _Part(
         "budget_curve",
