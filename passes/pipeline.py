@@ -46,7 +46,6 @@ from roundpipe_fx.passes.conjugate_numbers import fold_conjugate_numbers
 from roundpipe_fx.passes.cse import eliminate_common_subexpressions
 from roundpipe_fx.passes.dropout import expand_dropout
 from roundpipe_fx.passes.early_recompute import early_recompute
-from roundpipe_fx.passes.empty_operands import leave_out_empty_operands
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 from roundpipe_fx.passes.equal_collectives import merge_equal_collectives
 from roundpipe_fx.passes.fuse_costs import fuse_costs, fuse_costs_of_body
@@ -232,11 +231,6 @@ _PASSES = (
         "in_place_draws",
         lambda joint, _: draw_in_memory_order(joint),
         about="draw in-place random numbers in the order of the tensor's memory",
-    ),
-    Pass(
-        "empty_operands",
-        lambda joint, _: leave_out_empty_operands(joint),
-        about="leave out empty operands of concatenations",
     ),
     Pass(
         "dropout",

@@ -48,6 +48,12 @@ def result_tensors(value: Any) -> list[torch.Tensor]:
     return [item for item in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(item, torch.Tensor)]
 
 
+def memory_order(value: torch.Tensor) -> list[int]:
+    """The dimensions of a tensor, the outermost in memory first. Those of one element have no order and are last."""
+    sizes, strides = layout_of(value)
+    return sorted(range(len(sizes)), key=lambda dim: (-strides[dim] if sizes[dim] > 1 else 0, dim))
+
+
 def same_dimension_order(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return whether two fake tensors of one shape have their dimensions in the same order in memory."""
     (sizes, strides), (_, others) = layout_of(left), layout_of(right)

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost import layout_of
-from roundpipe_fx.analysis.fake_results import result_tensors, run_fake_kernel, same_dimension_order
+from roundpipe_fx.analysis.fake_results import memory_order, result_tensors, run_fake_kernel, same_dimension_order
 from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call
 from roundpipe_fx.ir.joint_graph import JointGraph, input_nodes, is_tensor, storages, tensor_values, viewed
 from roundpipe_fx.torch_private import tree_map_only
@@ -149,13 +149,11 @@ def _shares_storage(node: fx.Node) -> bool:
 
 def copy_in_order(node: fx.Node, example: torch.Tensor) -> fx.Node:
     """Insert a copy of a node's value without gaps, with its dimensions in the order of ``example``."""
-    sizes, strides = layout_of(example)
-    # Outermost dimension first; dimensions of size 1 have no order.
-    order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim] if sizes[dim] > 1 else 0, dim))
+    order = memory_order(example)
     following = node.next
     turned = insert_call(following, aten.permute.default, node, order)
     copied = insert_call(following, aten.clone.default, turned, memory_format=torch.contiguous_format)
-    restored = insert_call(following, aten.permute.default, copied, [order.index(dim) for dim in range(len(sizes))])
+    restored = insert_call(following, aten.permute.default, copied, [order.index(dim) for dim in range(len(order))])
     for added in (turned, copied, restored):
         inherit_origin(added, node)
     return restored

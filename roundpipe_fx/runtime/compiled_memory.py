@@ -34,6 +34,7 @@ from roundpipe_fx.runtime.compiled_loops import opaque_loops
 from roundpipe_fx.runtime.compiled_sums import make_sums_functional
 from roundpipe_fx.runtime.donated_inputs import find_donatable
 from roundpipe_fx.runtime.loss_gradients import DECOMPOSITIONS
+from roundpipe_fx.runtime.recorded_order import InRecordedOrder
 from roundpipe_fx.runtime.stage_compiler import find_computed_inputs, unbox
 from roundpipe_fx.torch_private import inductor_code, size_hint
 
@@ -126,7 +127,8 @@ def _follow_call(
     module = make_sums_functional(unbox(call.module))
     loops = opaque_loops(module, lambda body: _raise_if_called)
     try:
-        code = inductor_code(module, examples, DECOMPOSITIONS, donated, dict(options))
+        run = InRecordedOrder(module).run
+        code = inductor_code(module, run, examples, DECOMPOSITIONS, donated, dict(options))
         measure = functools.partial(_workspace_of_call, workspaces)
         return follow_wrapper(code, inputs, dict.fromkeys(workspaces, measure), storages)
     except Exception as error:  # of code that reads numbers, or has constants

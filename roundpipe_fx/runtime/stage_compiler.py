@@ -33,6 +33,7 @@ from roundpipe_fx.runtime.eager_stage import eager_stage
 from roundpipe_fx.runtime.expanded_inputs import compile_by_arrival
 from roundpipe_fx.runtime.loss_gradients import DECOMPOSITIONS
 from roundpipe_fx.runtime.observers import profile_operators
+from roundpipe_fx.runtime.recorded_order import InRecordedOrder
 
 __all__ = ["COMPILING", "Boxed", "compile_stage", "compile_stages", "find_computed_inputs", "unbox"]
 
@@ -134,7 +135,8 @@ def _compile_module(
     if isinstance(compiler, Inductor):
         try:
             # A stage that Inductor cannot compile runs eagerly: a slower step is better than none.
-            code = torch_private.inductor(module, examples, DECOMPOSITIONS, donated, dict(compiler.options))
+            run = InRecordedOrder(module).run
+            code = torch_private.inductor(module, run, examples, DECOMPOSITIONS, donated, dict(compiler.options))
         except torch_private.InductorError as error:
             _warn_of_failure(graph_module, error)
             if failed is not None:

@@ -57,6 +57,7 @@ def graph_module(root: Any, graph: fx.Graph, name: str = "GraphModule") -> fx.Gr
 
 def inductor(
     module: fx.GraphModule,
+    run: Callable[..., Any],
     example_inputs: Sequence[Any],
     decompositions: Mapping[Any, Callable[..., Any]],
     donated: Collection[int] = (),
@@ -68,6 +69,7 @@ def inductor(
     rounding; outputs have the strides that they have in the graph, for which the next stage was compiled.
 
     Args:
+        run: runs the module, and is traced.
         example_inputs: fake tensors of the inputs' shapes, strides and devices.
         decompositions: of operators, which take precedence over Inductor's own.
         donated: positions of inputs that the code may write over. Inductor's cache does not know them, and would give
@@ -109,7 +111,7 @@ def inductor(
     ):
         # Decompositions are applied here: `compile_fx_inner` takes a graph that has been lowered.
         retrace = make_fx(
-            module, decomposition_table={**select_decomp_table(), **decompositions}, _allow_non_fake_inputs=True
+            run, decomposition_table={**select_decomp_table(), **decompositions}, _allow_non_fake_inputs=True
         )
         with mode if mode is not None else contextlib.nullcontext():
             lowered = retrace(*example_inputs)
@@ -201,6 +203,7 @@ _writing = ForkedLock()
 
 def inductor_code(
     module: fx.GraphModule,
+    run: Callable[..., Any],
     example_inputs: Sequence[Any],
     decompositions: Mapping[Any, Callable[..., Any]],
     donated: Collection[int] = (),
@@ -212,6 +215,7 @@ def inductor_code(
     only the kernels are left to compile.
 
     Args:
+        run: runs the module, and is traced.
         example_inputs: fake tensors of the inputs' shapes, strides and devices.
 
     Returns:
@@ -238,7 +242,7 @@ def inductor_code(
         _writing,  # what one thread has put in place, another one would put back
         mock.patch.object(PyCodeCache, "load_by_key_path", note),
     ):
-        inductor(module, example_inputs, decompositions, donated, options)
+        inductor(module, run, example_inputs, decompositions, donated, options)
     return written[-1]
 
 
