@@ -7,8 +7,7 @@ with the operator's: a view behind the value may not exist, and the stage that r
                             the decomposition       ─▶ view ✗  tokens outermost, as the keys were computed
                             …, copied in order      ─▶ view
 
-So far these are ``cat`` of which one operand has elements, as in the caches of language models, nearest neighbours in
-one dimension, padding in three, ``put``, ``fmin`` and ``fmax``.
+One is ``cat`` of which a single operand has elements, as in the caches of language models.
 """
 
 from __future__ import annotations

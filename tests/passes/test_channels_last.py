@@ -75,7 +75,7 @@ def joint(
 
 
 def test_as_text_images_are_joined_in_the_order_of_convolutions() -> None:
-    """An operand of a joined image is converted, and not the whole; numbers and one pixel each have no order."""
+    """An operand of a joined image is converted, and not the whole; images of one pixel have no order."""
     before = """\
 def joint(
     x: float32[2, 3, 4, 4],

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import nn
 
@@ -14,6 +13,7 @@ from roundpipe_fx.runtime.recorded_order import InRecordedOrder
 from roundpipe_fx.torch_private import tree_leaves
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.comparison import eager_step, train_step
+from tests.long import long_but
 
 NOTHING = torch.tensor([])
 
@@ -22,12 +22,10 @@ def _join(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([NOTHING, x], -2)
 
 
-# Inductor's decompositions of these return their operand's order, where the operators return a contiguous tensor.
+# Inductor's decomposition returns the operand's order, where `cat` returns a contiguous tensor.
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "joined": lambda x: _join(x.transpose(0, 1)),
     "joined heads": lambda x: _join(x.view(4, 5, 2, 3).permute(0, 2, 1, 3)),
-    "nearest neighbours": lambda x: F.interpolate(x.transpose(1, 2), scale_factor=2.0),
-    "padded": lambda x: F.pad(x.view(4, 5, 2, 3).permute(0, 2, 1, 3), (1, 1, 1, 1, 1, 1), "reflect"),
 }
 
 
@@ -42,7 +40,7 @@ class Viewed(nn.Module):
         return self.function(x @ self.weight).view(-1).cumsum(0).sin().sum()
 
 
-@pytest.mark.parametrize("name", ["joined", *(pytest.param(name, marks=pytest.mark.long) for name in [*FUNCTIONS][1:])])
+@pytest.mark.parametrize("name", long_but(FUNCTIONS, quick={"joined"}))
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_compiled_stages_have_the_gradients_of_eager(name: str, dynamic: bool) -> None:
     model, x = Viewed(name).double(), torch.randn(4, 5, 6, dtype=torch.float64)
@@ -98,8 +96,7 @@ def _language_model(kind: str, attention: str) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("kind", ["GPT-2", "Llama"])
+@pytest.mark.parametrize(("kind", "attention"), [("GPT-2", "eager"), ("GPT-2", "sdpa"), ("Llama", "eager")])
 def test_inductor_writes_code_for_language_models_with_a_cache(
     kind: str, attention: str, caplog: pytest.LogCaptureFixture
 ) -> None:
