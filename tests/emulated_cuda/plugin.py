@@ -48,9 +48,7 @@ def _no_code(*_: Any) -> str:
     raise NotImplementedError("stages run eagerly here, operation by operation")
 
 
-def _stand_in(
-    module: fx.GraphModule, examples: Sequence[Any], decompositions: Any, donated: Any = (), options: Any = None
-) -> Callable[[list[Any]], Any]:
+def _stand_in(module: fx.GraphModule, *_: Any) -> Callable[[list[Any]], Any]:
     """For Inductor, which needs Triton: an eager stage, which writes over nothing."""
     from roundpipe_fx.runtime.eager_stage import eager_stage
 
