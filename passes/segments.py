@@ -29,7 +29,9 @@ from roundpipe_fx.ir.joint_graph import (
     JointGraph,
     Mark,
     Phase,
+    has_side_effect,
     input_nodes,
+    is_seeded,
     is_view,
     readers_behind_views,
     storages,
@@ -244,15 +246,20 @@ def _assign_backward(joint: JointGraph, last_segment: int) -> None:
     reads. Autograd numbers (``seq_nr``) pair a backward node with its forward operation; several forward nodes may
     carry one number, the last of them is the one that was differentiated. Additions that accumulate gradients carry
     the number of the loss, the very end of the forward, so for them the first rule decides. Nodes without a number
-    belong to the segment that computes the forward values they read.
+    belong to the segment that computes the forward values they read. Nodes that read nothing but inputs of the graph
+    (weights that a function of the user dequantizes once more) can run at any time: they belong to their first reader's
+    segment, since they would be held from any earlier one on.
     """
     by_number: dict[int, int] = {}
     for node in joint.in_phase(Phase.FORWARD):
         if "seq_nr" in node.meta:
             by_number[node.meta["seq_nr"]] = node.meta[Mark.SEGMENT]
     backward = joint.in_phase(Phase.BACKWARD)
-    members = set(backward)
+    free = _of_inputs_alone(joint, backward)
+    members = set(backward) - free
     for node in backward:
+        if node in free:
+            continue
         # The rule of order: no later than anything it reads in the backward.
         limit = min((s.meta[Mark.SEGMENT] for s in input_nodes(node) if s in members), default=last_segment)
         paired = by_number.get(node.meta.get("seq_nr", -1))
@@ -260,6 +267,22 @@ def _assign_backward(joint: JointGraph, last_segment: int) -> None:
             reads = [s.meta[Mark.SEGMENT] for s in input_nodes(node) if Mark.SEGMENT in s.meta]
             paired = max(reads, default=None)
         node.meta[Mark.SEGMENT] = limit if paired is None else min(limit, paired)
+    # Readers first: some of them are free, too.
+    for node in reversed(backward):
+        if node in free:
+            readers = [user.meta[Mark.SEGMENT] for user in node.users if Mark.SEGMENT in user.meta]
+            node.meta[Mark.SEGMENT] = max(readers, default=last_segment)
+
+
+def _of_inputs_alone(joint: JointGraph, backward: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes of the backward that wait for nothing that the step computes, and whose order does not matter."""
+    available = set(joint.graph.find_nodes(op="placeholder")) - set(joint.tangents)
+    free: set[fx.Node] = set()
+    for node in backward:
+        if available.issuperset(input_nodes(node)) and not is_seeded(node) and not has_side_effect(node):
+            free.add(node)
+            available.add(node)
+    return free
 
 
 def _segments(joint: JointGraph, entry_bytes: list[int]) -> list[Segment]:

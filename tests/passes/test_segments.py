@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import expecttest
 import pytest
 import torch
 from torch import nn
 
+import roundpipe_fx
 from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.analysis.cost.roofline import DEVICES
 from roundpipe_fx.ir.joint_graph import (
@@ -235,3 +238,56 @@ def test_compiled_segments_begin_between_kernels() -> None:
         segments = {str(node.target): node.meta[Mark.SEGMENT] for node in joint.in_phase(Phase.FORWARD)}
         of_softmax, of_loss = segments["aten._log_softmax.default"], segments["aten.nll_loss_forward.default"]
         assert (of_softmax == of_loss) is together
+
+
+class _TimesIntegers(torch.autograd.Function):
+    """A product with a frozen weight that is eight bits a number, and is made of them in each direction anew."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(integers)
+        return x @ integers.to(x.dtype).mul(0.01)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] @ ctx.saved_tensors[0].to(gradients[0].dtype).mul(0.01).T, None
+
+
+class _Frozen(nn.Module):
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for layer in range(depth):
+            self.register_buffer(
+                f"integers_{layer}",
+                torch.randint(-9, 9, (width, width), dtype=torch.int8, generator=generator),
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for integers in self.buffers():
+            x = _TimesIntegers.apply(x, integers).tanh()
+        return x
+
+
+def test_what_only_reads_inputs_is_in_the_segment_of_its_first_reader() -> None:
+    joint, _ = _segments(_Frozen(depth=6, width=64), torch.randn(8, 64, requires_grad=True))
+    made = [node for node in joint.in_phase(Phase.BACKWARD) if node.target is torch.ops.aten._to_copy.default]
+    # From the number to its multiple, which the product's view reads.
+    chains = [[node, *node.users, *next(iter(node.users)).users] for node in made]
+    found = [[node.meta[Mark.SEGMENT] for node in chain] for chain in chains]
+    products = [next(iter(chain[-1].users)).meta[Mark.SEGMENT] for chain in chains]
+    assert len(set(products)) == 5
+    assert found == [[segment] * 3 for segment in products]
+
+
+@pytest.mark.parametrize("budget", [None, 0.0])
+def test_numbers_of_one_frozen_weight_exist_at_a_time(budget: float | None) -> None:
+    depth, width = 8, 256
+    model = roundpipe_fx.compile(_Frozen(depth, width), memory_budget=budget, stages="auto", stage_compiler="eager")
+    x = torch.randn(4, width, requires_grad=True)
+    for _ in range(2):
+        with roundpipe_fx.measure_peak() as peak:
+            model(x).square().sum().backward()
+    weight = width * width * 4
+    assert weight < peak.bytes < 3 * weight
+    assert peak.bytes <= model.plan.peak_bytes < 3 * weight
