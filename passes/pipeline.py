@@ -60,6 +60,7 @@ from roundpipe_fx.passes.missing_gradients import expand_missing_gradients
 from roundpipe_fx.passes.online_softmax import rewrite_online
 from roundpipe_fx.passes.overlap_recompute import overlap_recompute
 from roundpipe_fx.passes.packed_gradients import pass_sums_to_backward
+from roundpipe_fx.passes.pooling import save_offsets_alone
 from roundpipe_fx.passes.recompute_regions import mark_recompute_regions, region_bounds
 from roundpipe_fx.passes.redundant_views import remove_redundant_views
 from roundpipe_fx.passes.reinplace import reinplace
@@ -267,6 +268,12 @@ _PASSES = (
         lambda joint, context: put_channels_last(joint, context.device.type == "cpu", _inductor_options(context)),
         when=_by_inductor,
         about="record channels innermost in memory where Inductor computes convolutions in that order",
+    ),
+    Pass(
+        "pooling",
+        lambda joint, _: save_offsets_alone(joint),
+        when=_fused,
+        about="save offsets of maxima within their windows for gradients of pooling, and no image",
     ),
     Pass(
         "strided_gradients",

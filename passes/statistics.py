@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost import CostModel, annotate_node
-from roundpipe_fx.ir.graph_edit import insert_call, substitute_node
+from roundpipe_fx.ir.graph_edit import insert_decomposed
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, tensor_values
 from roundpipe_fx.torch_private import inductor_decomposition
 
@@ -68,35 +68,13 @@ def _read_later(node: fx.Node) -> bool:
 
 
 def _write(node: fx.Node, costs: CostModel) -> None:
-    template = inductor_decomposition(node)
-    written: dict[fx.Node, fx.Node] = {}
-    operands = iter(input_nodes(node))
-    for step in template.nodes:
-        if step.op == "placeholder":
-            written[step] = next(operands)
-        elif step.op == "call_function":
-            args, kwargs = fx.node.map_arg((step.args, step.kwargs), written.__getitem__)
-            written[step] = insert_call(node, step.target, *args, **kwargs)
-            written[step].meta.update({mark: node.meta[mark] for mark in _MARKS if mark in node.meta})
-            annotate_node(written[step], costs)
-    results = template.output_node().args[0]
+    written = insert_decomposed(node, inductor_decomposition(node))
+    for step in written:
+        step.meta.update({mark: node.meta[mark] for mark in _MARKS if mark in node.meta})
+        annotate_node(step, costs)
     if costs.launch:
-        last = max(written.values())
         for step in written:
-            if step.op == "call_function":
-                written[step].meta[Mark.SECONDS] = node.meta[Mark.SECONDS] if written[step] is last else 0.0
-    if isinstance(results, fx.Node):
-        _replace(node, written[results])
-    else:
-        for item in list(node.users):
-            _replace(item, written[results[item.args[1]]])  # type: ignore[index]
-        node.graph.erase_node(node)
+            step.meta[Mark.SECONDS] = node.meta[Mark.SECONDS] if step is written[-1] else 0.0
 
 
 _MARKS = (Mark.PHASE, Mark.SEGMENT, Mark.STAGE, Mark.MUST_RECOMPUTE)
-
-
-def _replace(node: fx.Node, by: fx.Node) -> None:
-    """Replace a value by an equal one; ``by`` keeps its own storage, so views of the value get values anew."""
-    substitute_node(node, by)
-    node.graph.erase_node(node)

@@ -30,6 +30,7 @@ from roundpipe_fx.ir.joint_graph import (
     tensor_values,
     viewed,
 )
+from roundpipe_fx.torch_private import positions_of_offsets
 
 aten = torch.ops.aten
 
@@ -51,6 +52,7 @@ _FUSIBLE = frozenset(
         aten.triu.default,
         aten.where.self,
         aten.zeros_like.default,
+        positions_of_offsets,
         torch.ops.prims.convert_element_type.default,
         torch.ops.prims.iota.default,
     }

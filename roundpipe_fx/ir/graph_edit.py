@@ -40,6 +40,34 @@ def insert_call(before: fx.Node, target: Any, *args: Any, value: Any = None, **k
     return call
 
 
+def insert_decomposed(node: fx.Node, template: fx.Graph) -> list[fx.Node]:
+    """Replace an operation by the operations that compute it, and erase it.
+
+    Args:
+        template: these operations, with an input for each node that the operation reads, in order.
+
+    Returns:
+        The operations; none if the template is the operation itself, which then stays.
+    """
+    steps = [step for step in template.nodes if step.op == "call_function"]
+    if any(step.target is node.target for step in steps):
+        return []
+    written = dict(zip(template.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
+    for step in steps:
+        args, kwargs = fx.node.map_arg((step.args, step.kwargs), written.__getitem__)
+        written[step] = insert_call(node, step.target, *args, **kwargs)
+    results = template.output_node().args[0]
+    # Of a tuple nothing but the items is read.
+    items = [node] if isinstance(results, fx.Node) else list(node.users)
+    for item in items:
+        result = results if isinstance(results, fx.Node) else results[item.args[1]]  # type: ignore[index]
+        substitute_node(item, written[result])
+        item.graph.erase_node(item)
+    if items != [node]:
+        node.graph.erase_node(node)
+    return [written[step] for step in steps]
+
+
 def replace_by(node: fx.Node, by: fx.Node) -> None:
     """Replace a node by a node with the same value, and erase it."""
     by.meta["val"] = node.meta["val"]  # views are recognized by the storage

@@ -79,6 +79,7 @@ USED: Mapping[str, str] = {
     "torch._inductor.output_code": "CompiledFxGraph CompiledFxGraph.current_callable",
     "torch._inductor.exc": "InductorError",
     "torch._inductor.graph": "GraphLowering.decide_layout_opt",
+    "torch._inductor.inductor_prims": "_low_memory_max_pool_offsets_to_indices _low_memory_max_pool_with_offsets",
     "torch._inductor.ir": "DonatedBuffer",
     "torch._inductor.utils": "BoxedBool get_donated_idxs",
     "torch._inductor.virtualized": "V",

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor.exc import InductorError
+from torch._inductor.inductor_prims import _low_memory_max_pool_offsets_to_indices as positions_of_offsets
+from torch._inductor.inductor_prims import _low_memory_max_pool_with_offsets as maxima_with_offsets
 
 from roundpipe_fx.torch_private.forks import ForkedLock
 from roundpipe_fx.torch_private.memory_profile import compiled_calls_are_seen
@@ -27,6 +29,8 @@ __all__ = [
     "inductor_settings",
     "inductor_wants_channels_last",
     "is_traced",
+    "maxima_with_offsets",
+    "positions_of_offsets",
     "without_wrapper",
 ]
 
@@ -275,6 +279,7 @@ def inductor_decomposition(node: fx.Node) -> fx.Graph:
     Returns:
         a graph with an input for each node that it reads, in order.
     """
+    import torch._inductor.lowering  # which some decompositions refer to
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -6,6 +6,7 @@ import torch
 
 from roundpipe_fx.analysis.dimensions.labels import CallDims, Dim, Labels, Rule, Unknown
 from roundpipe_fx.analysis.dimensions.operands import Call
+from roundpipe_fx.torch_private import maxima_with_offsets, positions_of_offsets
 
 aten = torch.ops.aten
 
@@ -68,6 +69,11 @@ def _planes(spatial: int) -> Rule:
     return rule
 
 
+def _windows(call: Call, labels: Labels) -> CallDims:
+    """Planes or volumes, as windows have dimensions."""
+    return _planes(len(call["kernel_size"]))(call, labels)
+
+
 PLANES = {
     2: (
         aten.max_pool2d_with_indices.default,
@@ -101,5 +107,7 @@ PLANES = {
 RULES: dict[object, Rule] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
+    maxima_with_offsets: _windows,
+    positions_of_offsets: _windows,
     **{operator: _planes(spatial) for spatial, operators in PLANES.items() for operator in operators},
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_fx.torch_private import maxima_with_offsets, positions_of_offsets
 from tests.analysis.dimensions.calls import RealCall, call
 from tests.analysis.dimensions.sample_sizes import Sample, Sizes, inner, real, whole
 
@@ -211,7 +212,24 @@ AVG_POOL2D = [3, 2], [2, 2], [1, 1], False, True, None
 MAX_POOL3D = [2, 3, 2], [2, 2, 2], [0, 0, 0], [1, 1, 1], False
 AVG_POOL3D = [2, 3, 2], [2, 2, 2], [0, 0, 0], False, True, None
 
+
+def _maxima(n: Sizes) -> RealCall:
+    return call(real(n.a, n.b, 6, 5), *MAX_POOL2D)
+
+
+def _maxima_of_volumes(n: Sizes) -> RealCall:
+    return call(real(n.a, n.b, 4, 6, 5), *MAX_POOL3D)
+
+
+def _positions(n: Sizes) -> RealCall:
+    windows, steps, padding, dilation, _ = MAX_POOL2D
+    _, offsets = maxima_with_offsets(real(n.a, n.b, 6, 5), *MAX_POOL2D)
+    return call(offsets, windows, [6, 5], steps, padding, dilation)
+
+
 CONVOLUTIONS: dict[Any, list[Sample]] = {
+    maxima_with_offsets: [_maxima, _maxima_of_volumes],
+    positions_of_offsets: [_positions],
     aten.convolution.default: [*_convolutions(False)],
     aten.convolution_backward.default: [*_convolutions(True)],
     aten.max_pool2d_with_indices.default: _planes([2, 2]),
