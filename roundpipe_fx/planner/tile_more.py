@@ -8,6 +8,9 @@ tiled, all its regions alike, and the graph is planned again; then the next clas
     head in 4 tiles         5.2 GiB   MLP 1.5, logits 1.0 …     tile the MLPs too
     … and MLPs in 2 tiles   4.4 GiB                             fits 4.5 GiB
 
+Tiles that only move the peak to another class are kept until that one is tiled as well; if that does not lower the peak
+either, both are taken back.
+
 A schedule's peak does not say which values are alive, so there the widest regions are tiled first. As long as a single
 operation needs more than the budget, no plan is searched for; its operands and workspace decide which class is tiled
 next.
@@ -174,22 +177,27 @@ def _try_more_tiles(
     tiles: dict[RegionClass, int] = {}
     lowest, done = unmet, set[RegionClass]()
     heads: dict[RegionClass, tuple[int, Unmet]] = {}  # along the vocabulary: the last attempt of each
+    moved: tuple[Unmet, dict[RegionClass, int]] | None = None
     while True:
         # Each round tiles one more class, or the same one in more tiles. The loop ends when no class at the peak is
         # left.
-        region_class = classes.find_class_at_peak(lowest, tiles, done, by_vocabulary)
+        binding, held = (lowest, tiles) if moved is None else moved
+        region_class = classes.find_class_at_peak(binding, held, done, by_vocabulary)
+        if region_class is None and moved is not None:
+            moved = None
+            continue
         is_least = lowest.bottleneck.is_of_one_operation
         if region_class is None and not is_least:
             return lowest
-        tried = dict(tiles)
+        tried = dict(held)
         if region_class is not None:
-            count, binding = tiles.get(region_class), lowest
+            count = held.get(region_class)
             if count is None and region_class in heads:
                 count, binding = heads[region_class]
             count = classes.choose_more_tiles(region_class, count, binding, limit)
             if quicker:
                 region_class, count = classes.choose_quicker(region_class, count, done | heads.keys())
-            tried = {**classes.drop_overlapping(region_class, tiles), region_class: count}
+            tried = {**classes.drop_overlapping(region_class, held), region_class: count}
         result = classes.plan(tried, budget, limit if region_class is not None and is_least else None)
         if isinstance(result, Found):
             return Found((tried, result.value))
@@ -197,8 +205,13 @@ def _try_more_tiles(
         alike = (result.bottleneck.is_of_one_operation) == is_least
         if alike and result.minimum > lowest.minimum * _GAIN:
             assert region_class is not None
+            if moved is not None:
+                moved = None
+                continue
             if not classes.is_vocabulary_head(region_class) or tried[region_class] >= classes.most_tiles(region_class):
                 done.add(region_class)
+                # The peak may be another class's now, whose tiles lower it only together with these.
+                moved = None if is_least else (result, tried)
                 continue
             # A few vocabulary tiles may need more than many row tiles, yet more of them less than any.
             known, heads[region_class] = heads.get(region_class), (tried[region_class], result)
@@ -207,5 +220,5 @@ def _try_more_tiles(
             continue
         if not alike:
             done.clear()  # tiles that did not lower the need of one operation may lower the peak of a plan
-        lowest, tiles = result, tried
+        lowest, tiles, moved = result, tried, None
         done.update(limited for limited, count in tiles.items() if count >= classes.most_tiles(limited))
