@@ -246,20 +246,25 @@ def _assign_backward(joint: JointGraph, last_segment: int) -> None:
     reads. Autograd numbers (``seq_nr``) pair a backward node with its forward operation; several forward nodes may
     carry one number, the last of them is the one that was differentiated. Additions that accumulate gradients carry
     the number of the loss, the very end of the forward, so for them the first rule decides. Nodes without a number
-    belong to the segment that computes the forward values they read. Nodes that read nothing but inputs of the graph
-    (weights that a function of the user dequantizes once more) can run at any time: they belong to their first reader's
-    segment, since they would be held from any earlier one on.
+    belong to the segment that computes the forward values they read.
+
+    Nodes that wait for no gradient, such as what a function of the user computes once more in its backward, carry that
+    number too, but can run at any time. They belong to the segment of their first reader: from any earlier one on they
+    would only be held::
+
+        backward of    segment 2        segment 1        segment 0
+                       sigmoid(x2)      sigmoid(x1)      sigmoid(x0)      each beside the product that reads it
+                       all three                                          by the number of the loss
     """
     by_number: dict[int, int] = {}
     for node in joint.in_phase(Phase.FORWARD):
         if "seq_nr" in node.meta:
             by_number[node.meta["seq_nr"]] = node.meta[Mark.SEGMENT]
     backward = joint.in_phase(Phase.BACKWARD)
-    free = _of_inputs_alone(joint, backward)
-    members = set(backward) - free
-    for node in backward:
-        if node in free:
-            continue
+    free = _without_gradients(joint, backward)
+    waiting = [node for node in backward if node not in free]
+    members = set(waiting)
+    for node in waiting:
         # The rule of order: no later than anything it reads in the backward.
         limit = min((s.meta[Mark.SEGMENT] for s in input_nodes(node) if s in members), default=last_segment)
         paired = by_number.get(node.meta.get("seq_nr", -1))
@@ -270,19 +275,17 @@ def _assign_backward(joint: JointGraph, last_segment: int) -> None:
     # Readers first: some of them are free, too.
     for node in reversed(backward):
         if node in free:
-            readers = [user.meta[Mark.SEGMENT] for user in node.users if Mark.SEGMENT in user.meta]
+            readers = [user.meta[Mark.SEGMENT] for user in node.users if user.op != "output"]
             node.meta[Mark.SEGMENT] = max(readers, default=last_segment)
 
 
-def _of_inputs_alone(joint: JointGraph, backward: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes of the backward that wait for nothing that the step computes, and whose order does not matter."""
-    available = set(joint.graph.find_nodes(op="placeholder")) - set(joint.tangents)
-    free: set[fx.Node] = set()
+def _without_gradients(joint: JointGraph, backward: Sequence[fx.Node]) -> set[fx.Node]:
+    """Nodes of the backward that wait for no incoming gradient, and whose order does not matter."""
+    waiting = {*backward, *joint.tangents}
     for node in backward:
-        if available.issuperset(input_nodes(node)) and not is_seeded(node) and not has_side_effect(node):
-            free.add(node)
-            available.add(node)
-    return free
+        if waiting.isdisjoint(input_nodes(node)) and not is_seeded(node) and not has_side_effect(node):
+            waiting.remove(node)
+    return set(backward) - waiting
 
 
 def _segments(joint: JointGraph, entry_bytes: list[int]) -> list[Segment]:

@@ -153,10 +153,8 @@ def joint(
     exp: float32[4, 8] = aten.exp.default(mm_1)
     # backward, segment 1
     mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
-    # backward, segment 0
     t: float32[8, 4].strides(1, 8) = aten.t.default(tanh)
     mm_2: float32[8, 8] = aten.mm.default(t, mul)
-    # backward, segment 1
     t_1: float32[8, 8].strides(1, 8) = aten.t.default(w)
     mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
     tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
@@ -207,10 +205,8 @@ def joint(
     exp: float32[4, 8] = aten.exp.default(mm_1)
     # backward, segment 1
     mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
-    # backward, segment 0
     t: float32[8, 4].strides(1, 8) = aten.t.default(tanh)
     mm_2: float32[8, 8] = aten.mm.default(t, mul)
-    # backward, segment 1
     t_1: float32[8, 8].strides(1, 8) = aten.t.default(w)
     mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
     tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
@@ -291,3 +287,42 @@ def test_numbers_of_one_frozen_weight_exist_at_a_time(budget: float | None) -> N
     weight = width * width * 4
     assert weight < peak.bytes < 3 * weight
     assert peak.bytes <= model.plan.peak_bytes < 3 * weight
+
+
+class _Swish(torch.autograd.Function):
+    """An activation that computes what its gradient needs of the input once more, instead of saving it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        gate = x.sigmoid()
+        return gradients[0] * gate * (1 + x * (1 - gate))
+
+
+class _Activated(nn.Module):
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = _Swish.apply(layer(x))
+        return x.square().sum()
+
+
+@pytest.mark.parametrize(("budget", "most"), [(None, 18.5), (0.5, 14), (0.0, 8)])
+def test_what_functions_compute_once_more_exists_for_one_layer_at_a_time(budget: float | None, most: float) -> None:
+    """Two values a layer are saved, or one, or none; a few more exist at a time."""
+    depth, width, rows = 8, 16, 1024
+    model = roundpipe_fx.compile(_Activated(depth, width), memory_budget=budget, stage_compiler="eager")
+    x = torch.randn(rows, width)
+    for _ in range(2):
+        with roundpipe_fx.measure_peak() as peak:
+            model(x).backward()
+    assert peak.bytes <= model.plan.peak_bytes
+    assert peak.bytes / (rows * width * 4) < most
