@@ -177,7 +177,7 @@ def _try_more_tiles(
     tiles: dict[RegionClass, int] = {}
     lowest, done = unmet, set[RegionClass]()
     heads: dict[RegionClass, tuple[int, Unmet]] = {}  # along the vocabulary: the last attempt of each
-    moved: tuple[Unmet, dict[RegionClass, int]] | None = None
+    moved: tuple[Unmet, dict[RegionClass, int]] | None = None  # an attempt that another class's tiles go on from
     while True:
         # Each round tiles one more class, or the same one in more tiles. The loop ends when no class at the peak is
         # left.

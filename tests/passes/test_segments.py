@@ -279,12 +279,15 @@ def test_what_only_reads_inputs_is_in_the_segment_of_its_first_reader() -> None:
 @pytest.mark.parametrize("budget", [None, 0.0])
 def test_numbers_of_one_frozen_weight_exist_at_a_time(budget: float | None) -> None:
     depth, width = 8, 256
-    model = roundpipe_fx.compile(_Frozen(depth, width), memory_budget=budget, stages="auto", stage_compiler="eager")
+    model = roundpipe_fx.compile(_Frozen(depth, width), memory_budget=budget, stage_compiler="eager")
     x = torch.randn(4, width, requires_grad=True)
+    (expected,) = torch.autograd.grad(_Frozen(depth, width)(x).square().sum(), [x])
     for _ in range(2):
+        x.grad = None
         with roundpipe_fx.measure_peak() as peak:
             model(x).square().sum().backward()
     weight = width * width * 4
+    assert x.grad is not None and torch.equal(x.grad, expected)
     assert weight < peak.bytes < 3 * weight
     assert peak.bytes <= model.plan.peak_bytes < 3 * weight
 
@@ -319,10 +322,14 @@ class _Activated(nn.Module):
 def test_what_functions_compute_once_more_exists_for_one_layer_at_a_time(budget: float | None, most: float) -> None:
     """Two values a layer are saved, or one, or none; a few more exist at a time."""
     depth, width, rows = 8, 16, 1024
-    model = roundpipe_fx.compile(_Activated(depth, width), memory_budget=budget, stage_compiler="eager")
-    x = torch.randn(rows, width)
+    original, x = _Activated(depth, width), torch.randn(rows, width)
+    expected = torch.autograd.grad(original(x), [*original.parameters()])
+    model = roundpipe_fx.compile(original, memory_budget=budget, stage_compiler="eager")
     for _ in range(2):
+        model.zero_grad()
         with roundpipe_fx.measure_peak() as peak:
             model(x).backward()
+    for parameter, gradient in zip(original.parameters(), expected, strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad, gradient)
     assert peak.bytes <= model.plan.peak_bytes
     assert peak.bytes / (rows * width * 4) < most
