@@ -12,6 +12,7 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,7 +30,7 @@ from roundpipe_fx.analysis.tiling.body import (
 )
 from roundpipe_fx.analysis.tiling.tiled_region import TileRegion
 from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call, substitute_node
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_tensor, module_path
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_tensor, is_view, module_path
 from roundpipe_fx.torch_private import module_path_text
 
 aten = torch.ops.aten
@@ -99,13 +100,27 @@ def _tile_apart(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops)
         ]
         if not results:
             continue
-        divided = divide(region, nodes, results, _copied_flat(region, nodes, loops.costs))
+        firsts = _find_firsts(results)
+        made = list(dict.fromkeys(firsts.values()))
+        divided = divide(region, nodes, made, _copied_flat(region, nodes, loops.costs))
         try:
-            loop_results.update(zip(results, _insert_loop(joint, divided, tiles, phase, loops), strict=True))
+            values = dict(zip(made, _insert_loop(joint, divided, tiles, phase, loops), strict=True))
         except UnfitError:
             # Strides that do not fit: the region stays as it is.
             return {}
+        loop_results.update({result: values[first] for result, first in firsts.items()})
     return loop_results
+
+
+def _find_firsts(results: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Find to each result the first that is the same view of the same value: a loop would write both as a whole."""
+    firsts: dict[Any, fx.Node] = {}
+    return {
+        result: firsts.setdefault((result.target, repr(result.args), repr(result.kwargs)), result)
+        if is_view(result)
+        else result
+        for result in results
+    }
 
 
 def _tile_at_once(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops) -> dict[fx.Node, fx.Node]:

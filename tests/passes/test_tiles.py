@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import expecttest
 import pytest
 import torch
@@ -303,3 +305,41 @@ def test_a_norm_with_more_digits_than_its_border_keeps_its_bits(tiles: int) -> N
     assert len(list_loops(made.graph)) == 2
     for one, other in zip(run_joint(made, inputs), expected, strict=True):
         assert torch.equal(one, other)
+
+
+VIEWED_TWICE = """
+def joint(
+    primals_1: float32[6, 8],
+    primals_2: float32[8, 64],  # parameter
+    primals_3: float32[64, 8],  # parameter
+    tangents_1: float32[2, 3, 8],
+):
+    # forward
+    mm: float32[6, 64] = aten.mm.default(primals_1, primals_2)
+    tanh: float32[6, 64] = aten.tanh.default(mm)
+    mm_1: float32[6, 8] = aten.mm.default(tanh, primals_3)
+    view: float32[2, 3, 8] = aten.view.default(mm_1, [2, 3, 8])
+    view_1: float32[2, 3, 8] = aten.view.default(mm_1, [2, 3, 8])
+    flip: float32[2, 3, 8] = aten.flip.default(view, [0, 1])
+    add: float32[2, 3, 8] = aten.add.Tensor(view_1, flip)
+    # backward
+    back: float32[2, 3, 8] = aten.neg.default(tangents_1)
+    return (add,), (None, None, None)
+"""
+
+
+def test_two_equal_views_of_a_value_are_one_result() -> None:
+    """A layer and its adapter read their input each through a view of their own."""
+    joint = joint_of(VIEWED_TWICE)
+    (region,) = TileRegions(joint).find_wide_regions(0)
+    views = [node for node in joint.graph.nodes if node.target is torch.ops.aten.view.default]
+    region = dataclasses.replace(
+        region, members=(*region.members, *views), where={**region.where, **dict.fromkeys(views, (0, 1))}
+    )
+    inputs = example_inputs(joint)
+    expected = run_joint(joint, inputs)
+    made = tile_regions(joint, [(region, 3)], COSTS)
+    (loop,) = list_loops(made.graph)
+    assert len(loop.results) == 1
+    for result, plain in zip(run_joint(made, inputs), expected, strict=True):
+        assert (result is None and plain is None) or torch.equal(result, plain)

@@ -92,18 +92,18 @@ class Growth:
                 # A refusal is final: positions of rows are added and never changed, and each one allows less.
                 if node in self.members or node in refused:
                     continue
-                if not self._join(node):
+                if not self.join(node):
                     refused.add(node)
                     continue
                 waiting += [other for other in self._values(node) if self._is_wide(other)]
         # A region has to be closed: what runs between its members has to run inside the loop too.
-        if self.widest not in self.members or not self._close():
+        if self.widest not in self.members or not self.close():
             return False
         self._trace_back()
-        self._value(returned)
+        self.weigh(returned)
         return self.saved > 0
 
-    def _join(self, node: fx.Node) -> bool:
+    def join(self, node: fx.Node) -> bool:
         """Take a node in if it works on each row alone; says where the rows of what it reads and makes are."""
         if not may_be_divided(node) or node in self.taken:
             return False
@@ -193,11 +193,11 @@ class Growth:
             return value in self.members and value not in self.whole and value.meta[Mark.PHASE] is phase
         return any(user in self.members and user.meta[Mark.PHASE] is phase for user in value.users)
 
-    def _close(self) -> bool:
+    def close(self) -> bool:
         """Take in what lies between members of one phase; whether all of it works row by row."""
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             between = _between([node for node in self.members if node.meta[Mark.PHASE] is phase], self.order)
-            if not all(node in self.members or self._join(node) for node in between):
+            if not all(node in self.members or self.join(node) for node in between):
                 return False
         return True
 
@@ -213,7 +213,7 @@ class Growth:
                 if source in self.members or source not in self.tangential or source.op == "placeholder":
                     continue
                 if source in self.where:
-                    joined |= self._elements(source) == self.rows and self._join(source)
+                    joined |= self._elements(source) == self.rows and self.join(source)
                 elif _is_scaling(source):
                     self.members.add(source)
                     self.whole.add(source)
@@ -243,10 +243,10 @@ class Growth:
             self.sizes[value] = elements(value)
         return self.sizes[value]
 
-    def _value(self, returned: set[fx.Node]) -> None:
-        """Bytes that need no longer exist at once.
+    def weigh(self, returned: set[fx.Node]) -> None:
+        """Count the bytes that need no longer exist at once.
 
-        Nothing if what is read or returned by rows is wide too, or tiles of it are not one part of a dimension.
+        None if what is read or returned by rows is wide too, or tiles of it are not one part of a dimension.
         """
         # A sum over tiles is rounded per tile, which users are told of.
         self.sums = any(

@@ -4,8 +4,10 @@ From which values regions of a kind are looked for, and where they end::
 
     kind        from                                          up to
     NARROW      each value: logits, an MLP's inner values     values with few of its elements
+    BLOCK       the same                                      where the fewest bytes exist beside the loop: in place of
+                                                              an MLP, all from one residual value to the next
     DIGITS      values with more digits than their operand:   values with few of its bytes: those before and behind the
-                a norm's, in a model in bfloat16              norm, which have as many elements
+                a norm's, in a model in bfloat16              norm, which have as many elements; then as a BLOCK
     ATTENTION   the output of fused attention, whose heads    the hidden state, all of which each head reads, and the
                 are the rows                                  output, which is as wide
 """
@@ -36,11 +38,13 @@ class RegionKind:
         counts_bytes: whether the width of a value is its bytes, and workspaces count too; else its number of elements.
         border: each value that a region reads or returns by rows has at most this share of the widest value's width.
         sums_activations: whether values of the forward, and wide ones, may be sums over tiles.
+        takes_neighbours: whether operations before and behind join if fewer bytes then exist beside the loop.
     """
 
     counts_bytes: bool
     border: float
     sums_activations: bool
+    takes_neighbours: bool = False
 
     def width(self, value: fx.Node, elements: int) -> int:
         """The width of a value with a number of elements."""
@@ -48,10 +52,12 @@ class RegionKind:
 
 
 NARROW = RegionKind(counts_bytes=False, border=0.55, sums_activations=True)
-DIGITS = RegionKind(counts_bytes=True, border=0.55, sums_activations=False)
+BLOCK = RegionKind(counts_bytes=False, border=0.55, sums_activations=True, takes_neighbours=True)
+DIGITS = RegionKind(counts_bytes=True, border=0.55, sums_activations=False, takes_neighbours=True)
 ATTENTION = RegionKind(counts_bytes=True, border=1.0, sums_activations=False)
-KINDS = (NARROW, DIGITS, ATTENTION)
-"""In the order in which regions around values of one width are looked for; these do not overlap."""
+KINDS = (BLOCK, DIGITS, ATTENTION)
+"""For budgets that narrow regions alone do not meet; in the order in which regions around values of one width are
+looked for. These do not overlap."""
 
 
 def kinds_around(node: fx.Node) -> Iterator[RegionKind]:
@@ -59,6 +65,7 @@ def kinds_around(node: fx.Node) -> Iterator[RegionKind]:
     if not may_be_widest(node):
         return
     yield NARROW
+    yield BLOCK
     if _has_more_digits(node):
         yield DIGITS
     if _is_attention_output(node):

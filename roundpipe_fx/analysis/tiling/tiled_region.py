@@ -39,9 +39,9 @@ from torch import fx
 
 from roundpipe_fx.analysis.tiling.growth import Growth
 from roundpipe_fx.analysis.tiling.linear import find_proportional
+from roundpipe_fx.analysis.tiling.neighbours import take_in_neighbours
 from roundpipe_fx.analysis.tiling.region_kind import (
     ATTENTION,
-    KINDS,
     NARROW,
     RegionKind,
     is_large,
@@ -177,7 +177,7 @@ class TileRegions:
         self._seen: set[tuple[fx.Node, RegionKind]] = set()
         self.regions: list[TileRegion] = []
         seeds = [(node, kind) for node in joint.in_phase(Phase.FORWARD) for kind in kinds_around(node) if kind in kinds]
-        self._waiting = deque(sorted(seeds, key=lambda seed: (-self._sizes[seed[0]], KINDS.index(seed[1]))))
+        self._waiting = deque(sorted(seeds, key=lambda seed: (-self._sizes[seed[0]], kinds.index(seed[1]))))
 
     def find_wide_regions(self, min_elements: int) -> list[TileRegion]:
         """Regions whose widest value has at least a number of elements, the widest first; they do not overlap."""
@@ -227,18 +227,28 @@ class TileRegions:
         self._seen.update((node, kind) for node in reached if kind.width(node, self._sizes[node]) == width)
         if best is None:
             return
+        regions = [self._region_of(best)]
+        if kind.takes_neighbours and (wider := take_in_neighbours(best, self._returned)) is not best:
+            regions.insert(0, self._region_of(wider))
+            # Forward and backward in one loop are worth more than narrower borders.
+            if regions[0].scalar is None and regions[1].scalar is not None:
+                del regions[0]
+        for region in regions:
+            if _is_acyclic(self._joint, [*self.regions, region]):
+                self._taken.update(set(region.members) - region.whole)
+                self.regions.append(region)
+                return
+
+    def _region_of(self, growth: Growth) -> TileRegion:
         region = TileRegion(
-            widest=widest,
-            rows=best.rows,
-            members=tuple(sorted(best.members, key=self._order.__getitem__)),
-            where=dict(best.where),
-            whole=frozenset(best.whole),
-            kind=kind,
+            widest=growth.widest,
+            rows=growth.rows,
+            members=tuple(sorted(growth.members, key=self._order.__getitem__)),
+            where=dict(growth.where),
+            whole=frozenset(growth.whole),
+            kind=growth.kind,
         )
-        region = dataclasses.replace(region, scalar=_find_scalar(self._joint, region, self._tangential))
-        if _is_acyclic(self._joint, [*self.regions, region]):
-            self._taken.update(set(region.members) - region.whole)
-            self.regions.append(region)
+        return dataclasses.replace(region, scalar=_find_scalar(self._joint, region, self._tangential))
 
     def _grow(self, widest: fx.Node, starts: Iterable[Rows], kind: RegionKind) -> list[Growth]:
         """Grow regions from a value, with all of its rows and with as few as operations may need that were refused."""
