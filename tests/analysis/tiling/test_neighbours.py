@@ -118,7 +118,7 @@ def test_what_runs_between_two_members_joins_or_none_of_them_does() -> None:
     ]
     inside = {node.name for node in gated(forward="\n    ".join(lines), result="last").members}
     # y would no longer be read behind the loop.
-    assert "narrow" in inside and not {"backwards", "again", "last"} & inside
+    assert "y" in inside and not {"backwards", "again", "last"} & inside
 
 
 HEAD = """
