@@ -112,6 +112,18 @@ class TileLoop:
         """Rows of a tile."""
         return -(-self.rows // self.tiles)
 
+    def workspace(self, of_bodies: int) -> int:
+        """Bytes that the loop allocates beside its results.
+
+        Args:
+            of_bodies: bytes that the operations on one tile hold at most.
+        """
+        # Sums of half precision are made in float32 over the tiles and cast once: they exist in both types when all
+        # tiles are done, and in one before.
+        cast = [result for result in self.results if result.accumulation_dtype is not result.dtype]
+        wider = sum(result.bytes(result.accumulation_dtype) for result in cast)
+        return max(wider, wider - sum(result.bytes(result.dtype) for result in cast) + of_bodies)
+
     def __repr__(self) -> str:
         return f"{self.__name__}<{self.tiles} tiles, {self.digest}>"
 

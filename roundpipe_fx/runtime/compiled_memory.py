@@ -14,23 +14,26 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from roundpipe_fx.analysis.caching_allocator import CachingAllocator
 from roundpipe_fx.analysis.cost.operand_rules import may_run_alone
 from roundpipe_fx.analysis.cost.probe import kernel_settings, probe_in_thread
 from roundpipe_fx.analysis.cost.signature import signature_of
 from roundpipe_fx.analysis.data_files import cache_folder, drop_oldest, is_on, read_data, versions, write_data
+from roundpipe_fx.analysis.liveness import Event, find_peak
 from roundpipe_fx.analysis.program_events import FollowedModule, FollowedOperation
+from roundpipe_fx.analysis.storage_ids import OUTSIDE
 from roundpipe_fx.analysis.wrapper_memory import Layout, follow_wrapper
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.ir.collectives import starts_collective
 from roundpipe_fx.ir.joint_graph import Mark, Phase, tensor_values
 from roundpipe_fx.ir.tile_loop import TileLoop
-from roundpipe_fx.runtime.compiled_loops import opaque_loops
+from roundpipe_fx.runtime.compiled_loops import Boxed, opaque_loops
 from roundpipe_fx.runtime.compiled_sums import make_sums_functional
 from roundpipe_fx.runtime.donated_inputs import find_donatable
 from roundpipe_fx.runtime.loss_gradients import DECOMPOSITIONS
@@ -40,7 +43,9 @@ from roundpipe_fx.torch_private import inductor_code, size_hint
 
 log = logging.getLogger(__name__)
 
-_FORMAT = "roundpipe_fx compiled memory 2"
+_FORMAT = "roundpipe_fx compiled memory 3"
+_LOOP = "roundpipe_fx::tile_loop"
+"""The name of the operator that stands for a tile loop in compiled code."""
 _MOST_FILES = 4000
 _MOST_KNOWN = 4000
 _known: dict[str, FollowedModule | None] = {}
@@ -80,14 +85,7 @@ def follow_compiled(
             position for position in find_donatable(call.module, find_computed_inputs(call)) if position in dying
         ]
     inputs = list(map(_replace_symbols, values))
-    workspaces: dict[str, int] = {}
-    for node in nodes:
-        size = node.meta.get(Mark.WORKSPACE, 0) - beyond
-        name = _operator_name(node)
-        if name and size > 0:
-            # By name and operands, and by name alone, for a call that cannot be measured with other operands.
-            for key in (name, signature_of(node)):
-                workspaces[key] = max(workspaces.get(key, 0), size)
+    workspaces = _list_workspaces(call.module, beyond)
     # Everything that the code depends on: a fingerprint of the graph alone would mix what differs in donated inputs.
     depends_on = (
         call.fingerprint,
@@ -125,12 +123,13 @@ def _follow_call(
 ) -> FollowedModule | None:
     examples = [node.meta["val"] for node in call.module.graph.find_nodes(op="placeholder")]
     module = make_sums_functional(unbox(call.module))
-    loops = opaque_loops(module, lambda body: _raise_if_called)
+    loops: list[TileLoop] = []
     try:
+        peaks = _follow_loops(module, options, loops)
         run = InRecordedOrder(module).run
         code = inductor_code(module, run, examples, DECOMPOSITIONS, donated, dict(options))
-        measure = functools.partial(_workspace_of_call, workspaces)
-        return follow_wrapper(code, inputs, dict.fromkeys(workspaces, measure), storages)
+        measures = {**_measures(workspaces), _LOOP: lambda call: peaks[call.args[1]]}
+        return follow_wrapper(code, inputs, measures, storages)
     except Exception as error:  # of code that reads numbers, or has constants
         log.warning(
             "the memory of %s cannot be read from Inductor's code: %s: %s", call.name, type(error).__name__, error
@@ -138,6 +137,67 @@ def _follow_call(
         return None
     finally:
         loops.clear()  # held as long as fake ones are called
+
+
+def _follow_loops(module: fx.GraphModule, options: Sequence[tuple[str, Any]], loops: list[TileLoop]) -> dict[int, int]:
+    """Replace a module's loops by calls of an operator, and follow the code of their bodies.
+
+    Args:
+        module: rewritten in place.
+        loops: receives the loops that are called; the caller keeps them.
+
+    Returns:
+        by the number of a loop, the bytes that it allocates beside its results.
+    """
+    peaks: list[int] = []
+
+    def follow(body: fx.GraphModule) -> Boxed:
+        peaks.append(_find_peak_of_body(body, options))
+        return _raise_if_called
+
+    loops += opaque_loops(module, follow)
+    operator = torch.ops.roundpipe_fx.tile_loop.default
+    numbers = sorted({node.args[1] for node in module.graph.nodes if node.target is operator})
+    of_bodies = iter(peaks)
+    return {
+        number: loop.workspace(max(next(of_bodies) for _ in loop.bodies))
+        for number, loop in zip(numbers, loops, strict=True)
+    }
+
+
+def _find_peak_of_body(body: fx.GraphModule, options: Sequence[tuple[str, Any]]) -> int:
+    """Find the bytes that a loop's compiled body holds at most beside its operands."""
+    examples = [node.meta["val"] for node in body.graph.find_nodes(op="placeholder")]
+    module = make_sums_functional(unbox(body))
+    code = inductor_code(module, InRecordedOrder(module).run, examples, DECOMPOSITIONS, (), dict(options))
+    inputs = list(map(_replace_symbols, examples))
+    followed = follow_wrapper(code, inputs, _measures(_list_workspaces(body)), [[OUTSIDE]] * len(inputs))
+    events = [Event(None, of.reads, of.makes, workspace=of.workspace) for of in followed.operations]
+    on_cuda = any(isinstance(value, Layout) and value.device.type == "cuda" for value in inputs)
+    returned = {storage for storages in followed.returns for storage in storages} - {OUTSIDE}
+    allocator = CachingAllocator() if on_cuda else None
+    return find_peak(events, followed.sizes, lasting=returned, allocator=allocator).bytes
+
+
+def _list_workspaces(module: fx.GraphModule, beyond: int = 0) -> dict[str, int]:
+    """Workspaces of a graph's calls, by signature, and the most of an operator's calls, by its name.
+
+    Args:
+        beyond: bytes to be left out.
+    """
+    workspaces: dict[str, int] = {}
+    for node in module.graph.nodes:
+        size = node.meta.get(Mark.WORKSPACE, 0) - beyond
+        name = _operator_name(node)
+        if name and size > 0:
+            # By name and operands, and by name alone, for a call that cannot be measured with other operands.
+            for key in (name, signature_of(node)):
+                workspaces[key] = max(workspaces.get(key, 0), size)
+    return workspaces
+
+
+def _measures(workspaces: Mapping[str, int]) -> dict[str, Callable[[fx.Node], int]]:
+    return dict.fromkeys(workspaces, functools.partial(_workspace_of_call, workspaces))
 
 
 def _workspace_of_call(workspaces: Mapping[str, int], call: fx.Node) -> int:
@@ -167,7 +227,7 @@ def _raise_if_called(arguments: list[Any]) -> tuple[Any, ...]:
 def _operator_name(node: fx.Node) -> str:
     """The name of the operator that compiled code calls."""
     if isinstance(node.target, TileLoop):
-        return "roundpipe_fx::tile_loop"
+        return _LOOP
     return node.target.name() if isinstance(node.target, torch._ops.OperatorBase) else ""
 
 

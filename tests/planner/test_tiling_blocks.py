@@ -50,3 +50,14 @@ def test_a_block_needs_three_residual_values(norm: type[nn.Module], monkeypatch:
     assert outcome.measured <= least < 4 * value + gradients
     monkeypatch.setattr(tiled_region, "take_in_neighbours", lambda growth, returned: growth)
     assert minimum(model, batch) > least + value
+
+
+@pytest.mark.parametrize(("norm", "dtype"), [(nn.RMSNorm, torch.float32), (nn.LayerNorm, torch.bfloat16)])
+@pytest.mark.long
+def test_plans_say_what_compiled_tiles_allocate(norm: type[nn.Module], dtype: torch.dtype) -> None:
+    """A compiled body returns what is to be added to sums, which an eager one adds at once."""
+    torch.manual_seed(0)
+    model, batch = Blocks(norm).to(dtype), {"x": torch.randn(1, ROWS, WIDTH, dtype=dtype)}
+    least = minimum(model, batch, stage_compiler="inductor")
+    (outcome,) = check(model, batch, asked=[least], stage_compiler="inductor")
+    assert outcome.measured == outcome.planned == least

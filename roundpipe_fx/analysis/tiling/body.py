@@ -209,17 +209,7 @@ def build_loop(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tup
         for node in _list_computed(bodies[rows].graph):
             seconds += count * node.meta[Mark.SECONDS]
             flops += count * node.meta[Mark.FLOPS]
-    workspace = max(_peak_bytes(body.graph, costs) for body in bodies.values())
-    # Sums of half precision are made in float32 over the tiles and cast once.
-    if any(result.accumulation_dtype is not result.dtype for result in results):
-        # Sums exist in both types when all tiles are done, and in one before.
-        wider = sum(
-            result.bytes(result.accumulation_dtype)
-            for result in results
-            if result.accumulation_dtype is not result.dtype
-        )
-        totals = sum(result.bytes(result.dtype) for result in results if result.accumulation_dtype is not result.dtype)
-        workspace = max(wider, wider - totals + workspace)
+    workspace = loop.workspace(max(_peak_bytes(body.graph, costs) for body in bodies.values()))
     return loop, LoopCost(seconds=seconds, flops=flops, workspace=workspace)
 
 
@@ -404,7 +394,10 @@ def _add_call(
 
 
 def _peak_bytes(graph: fx.Graph, costs: BodyCosts) -> int:
-    """Bytes that a body holds at most beside its operands and sums."""
+    """Bytes that a body holds at most beside its operands and sums.
+
+    A compiled body returns what is to be added to the sums (:mod:`roundpipe_fx.runtime.compiled_loops`).
+    """
     numbers = StorageIds(costs.granularity)
     events = []
     returned: set[int] = set()
@@ -412,8 +405,8 @@ def _peak_bytes(graph: fx.Graph, costs: BodyCosts) -> int:
         if node.op == "placeholder":
             # Operands and sums are values of the graph that the loop is in, where they are counted.
             numbers.assign(node, [OUTSIDE] * len(tensor_values(node)))
-        elif node.op == "output":
-            returned = {storage for source in node.all_input_nodes for storage in numbers.get(source)}
+        elif node.op == "output" or (node.target in SUMMING and not costs.eager):
+            returned.update(storage for source in node.all_input_nodes for storage in numbers.get(source))
         else:
             allocated = numbers.follow(node)
             events.append(Event(node, numbers.reads(node), allocated, workspace=node.meta.get(Mark.WORKSPACE, 0)))
