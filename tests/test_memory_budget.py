@@ -148,7 +148,7 @@ def test_nothing_is_recomputed_where_everything_fits() -> None:
 
 def test_a_budget_that_cannot_be_met_is_refused_before_anything_runs() -> None:
     model, x = mlp(), torch.randn(256, 16)
-    compiled = roundpipe_fx.compile(model, memory_budget="10 kB", fullgraph=True)
+    compiled = roundpipe_fx.compile(model, memory_budget="10 kB", fullgraph=True, tiling="never")
     state = torch.get_rng_state()
     with pytest.raises(
         roundpipe_fx.InfeasibleBudgetError, match=r"cannot be met.*at least \d+ bytes.*stage \d+"
@@ -158,10 +158,10 @@ def test_a_budget_that_cannot_be_met_is_refused_before_anything_runs() -> None:
     assert torch.equal(state, torch.get_rng_state())
     lowest = roundpipe_fx.compile(mlp(), memory_budget=0.0).trace(x).peak_bytes
     assert info.value.minimum == lowest
-    again = roundpipe_fx.compile(model, memory_budget=info.value.minimum)
+    again = roundpipe_fx.compile(model, memory_budget=info.value.minimum, tiling="never")
     again(x).backward()
     with pytest.raises(roundpipe_fx.InfeasibleBudgetError):
-        roundpipe_fx.compile(model, memory_budget=info.value.minimum - 1)(x)
+        roundpipe_fx.compile(model, memory_budget=info.value.minimum - 1, tiling="never")(x)
 
 
 def test_through_the_front_door_of_torch_compile() -> None:
