@@ -62,6 +62,7 @@ def take_in_neighbours(growth: Growth, returned: set[fx.Node]) -> Growth:
 
 
 def _with_neighbours(growth: Growth, phase: Phase) -> Growth:
+    """Let the chosen operations of a phase join, those behind the region and those before it."""
     core = {node for node in growth.members - growth.whole if node.meta[Mark.PHASE] is phase}
     extended = growth
     for behind in (True, False) if core else ():
@@ -76,7 +77,7 @@ def _with_neighbours(growth: Growth, phase: Phase) -> Growth:
 
 def _join_recomputed(growth: Growth) -> None:
     """Let operations of the backward join that wait for no gradient, and make what members read."""
-    waiting = [node for node in growth.members if node.meta[Mark.PHASE] is Phase.BACKWARD]
+    waiting = sorted(growth.members, key=growth.order.__getitem__)
     while waiting:
         for maker in _makers(waiting.pop()):
             is_recomputed = maker.meta[Mark.PHASE] is Phase.BACKWARD and maker not in growth.tangential
@@ -161,7 +162,7 @@ def _choose(core: Collection[fx.Node], candidates: Sequence[fx.Node], growth: Gr
     sizes = [value.meta["val"].numel() * value.meta["val"].dtype.itemsize for value in values]
     unit = choose_unit(sizes)
 
-    def _is_later(reader: fx.Node) -> bool:
+    def is_later(reader: fx.Node) -> bool:
         """Return whether an operation runs behind the border, or may, and does not join."""
         if reader in vertex or reader.op == "output":
             return reader not in vertex
@@ -176,18 +177,18 @@ def _choose(core: Collection[fx.Node], candidates: Sequence[fx.Node], growth: Gr
         # Behind the region a value exists if its maker is inside or before, and costs its bytes if it is still read.
         # Before the region, one costs its bytes if it is read inside or later, and its maker does not join.
         arcs.append((maker, number, size // unit) if behind else (number, maker, size // unit))
-        if not behind and maker > SINK and any(map(_is_later, readers_behind_views(value))):
+        if not behind and maker > SINK and any(map(is_later, readers_behind_views(value))):
             arcs.append((maker, SINK, size // unit))  # read later, so it exists as well if its maker joins
         for reader in readers_behind_views(value):
             if reader in vertex:
                 at = vertex[reader]
-            elif _is_later(reader):
+            elif is_later(reader):
                 at = SINK if behind else SOURCE
             else:
                 continue
             arcs.append((number, at, UNCUTTABLE) if behind else (at, number, UNCUTTABLE))
     arcs = [arc for arc in arcs if arc[0] != arc[1] and arc[1] != SOURCE and arc[0] != SINK]
-    _, joining = minimum_cut(arcs, len(candidates) + len(values) + 2)
+    _, joining = minimum_cut(arcs, len(candidates) + len(values) + 2) if arcs else (0, set[int]())
     return {node for node in candidates if vertex[node] in joining}
 
 
