@@ -100,7 +100,7 @@ def _tile_apart(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops)
         ]
         if not results:
             continue
-        firsts = _find_firsts(results)
+        firsts = _find_firsts(results, returned)
         made = list(dict.fromkeys(firsts.values()))
         divided = divide(region, nodes, made, _copied_flat(region, nodes, loops.costs))
         try:
@@ -112,12 +112,15 @@ def _tile_apart(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops)
     return loop_results
 
 
-def _find_firsts(results: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Find to each result the first that is the same view of the same value: a loop would write both as a whole."""
+def _find_firsts(results: Iterable[fx.Node], returned: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Find to each result the first that is the same view of the same value: a loop would write both as a whole.
+
+    What the graph returns stands for itself: its outputs and gradients are separate tensors.
+    """
     firsts: dict[Any, fx.Node] = {}
     return {
         result: firsts.setdefault((result.target, repr(result.args), repr(result.kwargs)), result)
-        if is_view(result)
+        if is_view(result) and result not in returned
         else result
         for result in results
     }

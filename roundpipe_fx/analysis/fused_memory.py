@@ -28,7 +28,7 @@ from roundpipe_fx.analysis.fusion import COSTLY_ON_CPUS, WRITTEN_IN_KERNELS, is_
 from roundpipe_fx.analysis.program_events import FollowedModule, FollowedOperation
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
 from roundpipe_fx.codegen import StageModule
-from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor, is_view, readers_behind_views, tensor_values
+from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor, is_view, maker_of, readers_behind_views, tensor_values
 from roundpipe_fx.torch_private import size_hint
 
 aten = torch.ops.aten
@@ -178,7 +178,7 @@ def _is_pointwise(node: fx.Node) -> bool:
         return False
     if not is_tensor(node):  # several results: each is an item
         return True
-    maker = node.all_input_nodes[0] if node.target is operator.getitem else node
+    maker = maker_of(node)
     operands = [value for operand in maker.all_input_nodes for value in tensor_values(operand)]
     return all(_count_elements(operand) <= _count_elements(node.meta["val"]) for operand in operands)
 

@@ -26,6 +26,7 @@ from roundpipe_fx.ir.joint_graph import (
     is_seeded,
     is_tensor,
     is_view,
+    maker_of,
     readers_behind_views,
     tensor_values,
     viewed,
@@ -162,13 +163,13 @@ def is_in_kernel(node: fx.Node) -> bool:
     Args:
         node: of an annotated graph.
     """
-    maker = node.all_input_nodes[0] if node.target is operator.getitem else node
+    maker = maker_of(node)
     return is_fusible(maker) or maker.target in _REDUCTIONS or maker.target in WRITTEN_IN_KERNELS
 
 
 def is_computed_in_kernel(node: fx.Node) -> bool:
     """Test for an operation of :func:`is_in_kernel`, or one that Inductor decomposes into such."""
-    maker = node.all_input_nodes[0] if node.target is operator.getitem else node
+    maker = maker_of(node)
     return is_in_kernel(node) or maker.target in _ALSO_IN_KERNELS
 
 

@@ -501,6 +501,13 @@ def node_outputs(node: fx.Node) -> list[fx.Node]:
     return [node]
 
 
+def maker_of(value: fx.Node) -> fx.Node:
+    """The operation that a value is a result of: itself, or the one that produces the tuple that it is an item of."""
+    source = value.args[0] if value.target is operator.getitem else value
+    assert isinstance(source, fx.Node)
+    return source
+
+
 def module_path(node: fx.Node, clean: Callable[[str], str]) -> str:
     """Path of the module in whose ``forward`` the node was traced; ``""`` if it is unknown or the root.
 

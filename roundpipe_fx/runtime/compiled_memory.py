@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.caching_allocator import CachingAllocator
+from roundpipe_fx.analysis.caching_allocator import make_allocator
 from roundpipe_fx.analysis.cost.operand_rules import may_run_alone
 from roundpipe_fx.analysis.cost.probe import kernel_settings, probe_in_thread
 from roundpipe_fx.analysis.cost.signature import signature_of
 from roundpipe_fx.analysis.data_files import cache_folder, drop_oldest, is_on, read_data, versions, write_data
 from roundpipe_fx.analysis.liveness import Event, find_peak
 from roundpipe_fx.analysis.program_events import FollowedModule, FollowedOperation
+from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.analysis.storage_ids import OUTSIDE
 from roundpipe_fx.analysis.wrapper_memory import Layout, follow_wrapper
 from roundpipe_fx.codegen import StageModule
@@ -123,31 +124,25 @@ def _follow_call(
 ) -> FollowedModule | None:
     examples = [node.meta["val"] for node in call.module.graph.find_nodes(op="placeholder")]
     module = make_sums_functional(unbox(call.module))
-    loops: list[TileLoop] = []
     try:
-        peaks = _follow_loops(module, options, loops)
+        loops = _follow_loops(module, options)
         run = InRecordedOrder(module).run
         code = inductor_code(module, run, examples, DECOMPOSITIONS, donated, dict(options))
-        measures = {**_measures(workspaces), _LOOP: lambda call: peaks[call.args[1]]}
+        measures = {**_measures(workspaces), _LOOP: lambda call: loops[call.args[1]][1]}
         return follow_wrapper(code, inputs, measures, storages)
     except Exception as error:  # of code that reads numbers, or has constants
         log.warning(
             "the memory of %s cannot be read from Inductor's code: %s: %s", call.name, type(error).__name__, error
         )
         return None
-    finally:
-        loops.clear()  # held as long as fake ones are called
 
 
-def _follow_loops(module: fx.GraphModule, options: Sequence[tuple[str, Any]], loops: list[TileLoop]) -> dict[int, int]:
-    """Replace a module's loops by calls of an operator, and follow the code of their bodies.
-
-    Args:
-        module: rewritten in place.
-        loops: receives the loops that are called; the caller keeps them.
+def _follow_loops(module: fx.GraphModule, options: Sequence[tuple[str, Any]]) -> dict[int, tuple[TileLoop, int]]:
+    """Replace a module's loops by calls of an operator, and follow the code of their bodies. Rewrites the module.
 
     Returns:
-        by the number of a loop, the bytes that it allocates beside its results.
+        by the number that it is called with, each loop, which the caller keeps as long as fake ones are called, and the
+        bytes that it allocates beside its results.
     """
     peaks: list[int] = []
 
@@ -155,12 +150,12 @@ def _follow_loops(module: fx.GraphModule, options: Sequence[tuple[str, Any]], lo
         peaks.append(_find_peak_of_body(body, options))
         return _raise_if_called
 
-    loops += opaque_loops(module, follow)
+    loops = opaque_loops(module, follow)
     operator = torch.ops.roundpipe_fx.tile_loop.default
     numbers = sorted({node.args[1] for node in module.graph.nodes if node.target is operator})
     of_bodies = iter(peaks)
     return {
-        number: loop.workspace(max(next(of_bodies) for _ in loop.bodies))
+        number: (loop, loop.workspace(max(next(of_bodies) for _ in loop.bodies)))
         for number, loop in zip(numbers, loops, strict=True)
     }
 
@@ -173,10 +168,11 @@ def _find_peak_of_body(body: fx.GraphModule, options: Sequence[tuple[str, Any]])
     inputs = list(map(_replace_symbols, examples))
     followed = follow_wrapper(code, inputs, _measures(_list_workspaces(body)), [[OUTSIDE]] * len(inputs))
     events = [Event(None, of.reads, of.makes, workspace=of.workspace) for of in followed.operations]
-    on_cuda = any(isinstance(value, Layout) and value.device.type == "cuda" for value in inputs)
     returned = {storage for storages in followed.returns for storage in storages} - {OUTSIDE}
-    allocator = CachingAllocator() if on_cuda else None
-    return find_peak(events, followed.sizes, lasting=returned, allocator=allocator).bytes
+    device = next(value.device for value in inputs if isinstance(value, Layout))
+    granularity = allocation_granularity(device)
+    sizes = [-(-size // granularity) * granularity for size in followed.sizes]
+    return find_peak(events, sizes, lasting=returned, allocator=make_allocator(device)).bytes
 
 
 def _list_workspaces(module: fx.GraphModule, beyond: int = 0) -> dict[str, int]:

@@ -14,7 +14,7 @@ ROWS, WIDTH = 256, 16
 
 
 class Block(nn.Module):
-    """A gated MLP with adapters, as LoRA adds them: five products make one gradient."""
+    """A gated MLP with adapters, as LoRA adds them: three products make one gradient."""
 
     def __init__(self, norm: type[nn.Module]) -> None:
         super().__init__()

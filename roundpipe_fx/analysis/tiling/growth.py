@@ -34,7 +34,7 @@ from roundpipe_fx.analysis.tiling.rows import (
     rows_among,
 )
 from roundpipe_fx.ir.graph_edit import views_of
-from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor, is_view, viewed
+from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor, is_view, maker_of, viewed
 
 _AS_WIDE = 0.6
 """Values with at least this share of the widest value's width belong to a region."""
@@ -180,16 +180,14 @@ class Growth:
 
     def _is_sum_of_activations(self, value: fx.Node, node: fx.Node) -> bool:
         """Return whether a value without rows is a result of an operation, of the forward or wide."""
-        made = value if value.target is not operator.getitem else value.args[0]
-        return made is node and (node.meta[Mark.PHASE] is Phase.FORWARD or self._is_wide(value))
+        return maker_of(value) is node and (node.meta[Mark.PHASE] is Phase.FORWARD or self._is_wide(value))
 
     def _is_halfway(self, value: fx.Node, node: fx.Node) -> bool:
         """Return whether a sum over tiles, of what a node reads or makes, would be read before all tiles are added."""
         # A sum over the tiles (a bias gradient) is complete only after the loop. Readers in the same phase would see
         # part of it.
         phase = node.meta[Mark.PHASE]
-        made = value if value.target is not operator.getitem else value.args[0]
-        if made is not node:
+        if maker_of(value) is not node:
             return value in self.members and value not in self.whole and value.meta[Mark.PHASE] is phase
         return any(user in self.members and user.meta[Mark.PHASE] is phase for user in value.users)
 
@@ -220,8 +218,8 @@ class Growth:
                     joined = True
 
     def _neighbours(self, value: fx.Node) -> Iterator[fx.Node]:
-        maker = value.args[0] if value.target is operator.getitem else value
-        if isinstance(maker, fx.Node) and maker.op == "call_function":
+        maker = maker_of(value)
+        if maker.op == "call_function":
             yield maker
         yield from value.users
 

@@ -24,7 +24,6 @@ What the backward reads of the forward costs nothing here: its loop recomputes i
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
@@ -33,7 +32,7 @@ from torch import fx
 from roundpipe_fx.analysis.minimum_cut import SINK, SOURCE, UNCUTTABLE, Arc, choose_unit, minimum_cut
 from roundpipe_fx.analysis.tiling.growth import Growth
 from roundpipe_fx.analysis.tiling.rows import elements
-from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor, readers_behind_views, viewed
+from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor, maker_of, node_outputs, readers_behind_views, viewed
 
 _MOST_CANDIDATES = 64
 """The cheapest border is near: a norm, its backward, and a few sums lie before it."""
@@ -69,7 +68,7 @@ def _with_neighbours(growth: Growth, phase: Phase) -> Growth:
         candidates, spread = _spread(extended, core, behind)
         joining = _choose(core, candidates, growth, behind) if candidates else set[fx.Node]()
         if joining:
-            made = {value for node in joining for value in _values(node)}
+            made = {value for node in joining for value in node_outputs(node)}
             extended = dataclasses.replace(spread, members=extended.members | joining | made)
             _join_recomputed(extended)
     return extended
@@ -115,10 +114,10 @@ def _spread(growth: Growth, core: Collection[fx.Node], behind: bool) -> tuple[li
     phase = next(iter(core)).meta[Mark.PHASE]
 
     def crosses(value: fx.Node) -> bool:
-        others = value.users if behind else [_maker(value)]
+        others = value.users if behind else [maker_of(value)]
         return any(other not in core and other.meta.get(Mark.PHASE) is phase for other in others)
 
-    touched = {value for node in core for value in (_values(node) if behind else node.all_input_nodes)}
+    touched = {value for node in core for value in (node_outputs(node) if behind else node.all_input_nodes)}
     limit = max((elements(value) for value in touched if value in growth.where and crosses(value)), default=0)
     available = growth.members.union(*(node.all_input_nodes for node in growth.members))
     waiting, seen = deque(sorted(core, key=growth.order.__getitem__)), set(core)
@@ -130,7 +129,7 @@ def _spread(growth: Growth, core: Collection[fx.Node], behind: bool) -> tuple[li
                 continue
             seen.add(other)
             # What is as wide as inside would lead into the next region, and through the whole model.
-            if any(elements(value) > limit for value in (*other.all_input_nodes, *_values(other))):
+            if any(elements(value) > limit for value in (*other.all_input_nodes, *node_outputs(other))):
                 continue
             # A whole value of the forward would be read where none is now.
             if not available.issuperset(value for value in other.all_input_nodes if _is_saved(value, other)):
@@ -154,7 +153,7 @@ def _choose(core: Collection[fx.Node], candidates: Sequence[fx.Node], growth: Gr
         for other in (_makers(node) if behind else _readers(node))
         if other in related
     ]
-    touched = {value for node in vertex for value in (*_values(node), *node.all_input_nodes) if is_tensor(value)}
+    touched = {value for node in vertex for value in (*node_outputs(node), *node.all_input_nodes) if is_tensor(value)}
     values = sorted({viewed(value) for value in touched}, key=order.__getitem__)
     values = [
         value for value in values if elements(value) and value.op == "call_function" and value.meta[Mark.PHASE] is phase
@@ -173,7 +172,7 @@ def _choose(core: Collection[fx.Node], candidates: Sequence[fx.Node], growth: Gr
         )
 
     for number, (value, size) in enumerate(zip(values, sizes, strict=True), len(candidates) + 2):
-        maker = vertex.get(_maker(value), SOURCE if behind else SINK)
+        maker = vertex.get(maker_of(value), SOURCE if behind else SINK)
         # Behind the region a value exists if its maker is inside or before, and costs its bytes if it is still read.
         # Before the region, one costs its bytes if it is read inside or later, and its maker does not join.
         arcs.append((maker, number, size // unit) if behind else (number, maker, size // unit))
@@ -218,26 +217,13 @@ def _is_saved(value: fx.Node, reader: fx.Node) -> bool:
     )
 
 
-def _maker(value: fx.Node) -> fx.Node:
-    """The operation that a value is a result of."""
-    if value.target is operator.getitem:
-        assert isinstance(value.args[0], fx.Node)
-        return value.args[0]
-    return value
-
-
-def _values(node: fx.Node) -> list[fx.Node]:
-    """The values that an operation makes."""
-    return [node] if is_tensor(node) else [user for user in node.users if user.target is operator.getitem]
-
-
 def _makers(node: fx.Node) -> Iterator[fx.Node]:
     for value in node.all_input_nodes:
-        maker = _maker(value)
+        maker = maker_of(value)
         if maker.op == "call_function":
             yield maker
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    for value in _values(node):
+    for value in node_outputs(node):
         yield from (user for user in value.users if user.op == "call_function")

@@ -40,7 +40,7 @@ from roundpipe_fx.analysis.tiling.rows import (
     positions_of,
     rows_among,
 )
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, is_view
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, is_view, maker_of
 
 aten = torch.ops.aten
 
@@ -263,8 +263,7 @@ class _SliceSearch:
         # From the slice back to narrow values: everything on the way can leave rows out.
         while waiting:
             value = waiting.pop()
-            maker = value.args[0] if value.target is operator.getitem else value
-            assert isinstance(maker, fx.Node)
+            maker = maker_of(value)
             if maker in self.members:
                 continue
             if maker.meta.get(Mark.PHASE) is not Phase.FORWARD or not self._add_member(maker, sums=False):

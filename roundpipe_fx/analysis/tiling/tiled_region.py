@@ -228,16 +228,15 @@ class TileRegions:
         if best is None:
             return
         regions = [self._region_of(best)]
-        if kind.takes_neighbours and (wider := take_in_neighbours(best, self._returned)) is not best:
-            regions.insert(0, self._region_of(wider))
+        if kind.takes_neighbours:
+            block = self._region_of(take_in_neighbours(best, self._returned))
             # Forward and backward in one loop are worth more than narrower borders.
-            if regions[0].scalar is None and regions[1].scalar is not None:
-                del regions[0]
-        for region in regions:
-            if _is_acyclic(self._joint, [*self.regions, region]):
-                self._taken.update(set(region.members) - region.whole)
-                self.regions.append(region)
-                return
+            if block.scalar is not None or regions[0].scalar is None:
+                regions.insert(0, block)
+        region = next((region for region in regions if _is_acyclic(self._joint, [*self.regions, region])), None)
+        if region is not None:
+            self._taken.update(set(region.members) - region.whole)
+            self.regions.append(region)
 
     def _region_of(self, growth: Growth) -> TileRegion:
         region = TileRegion(
