@@ -83,3 +83,47 @@ def test_a_compiled_body_fuses_what_the_whole_graph_does() -> None:
     fused, alone = _tiled(pair, 2, fused=True), _tiled(pair, 2)
     whole = fuse_costs(joint_of(pair), CPU)
     assert _total(whole, Mark.SECONDS) < _total(fused, Mark.SECONDS) < _total(alone, Mark.SECONDS)
+
+
+GATED = """
+def joint(
+    primals_1: float32[6, 8],
+    primals_2: float32[8, 64],  # parameter
+    primals_3: float32[8, 64],  # parameter
+    primals_4: float32[64, 8],  # parameter
+    tangents_1: float32[6, 8],
+):
+    # forward
+    mm: float32[6, 64] = aten.mm.default(primals_1, primals_2)
+    mm_1: float32[6, 64] = aten.mm.default(primals_1, primals_3)
+    gate: float32[6, 64] = aten.mul.Tensor(mm, mm_1)
+    down: float32[6, 8] = aten.mm.default(gate, primals_4)
+    # backward
+    across: float32[64, 6].strides(1, 64) = aten.t.default(gate)
+    weight: float32[64, 8] = aten.mm.default(across, tangents_1)
+    t: float32[8, 64].strides(1, 8) = aten.t.default(primals_4)
+    dgate: float32[6, 64] = aten.mm.default(tangents_1, t)
+    d1: float32[6, 64] = aten.mul.Tensor(dgate, mm_1)
+    d2: float32[6, 64] = aten.mul.Tensor(dgate, mm)
+    t_1: float32[64, 8].strides(1, 64) = aten.t.default(primals_2)
+    t_2: float32[64, 8].strides(1, 64) = aten.t.default(primals_3)
+    dx1: float32[6, 8] = aten.mm.default(d1, t_1)
+    dx2: float32[6, 8] = aten.mm.default(d2, t_2)
+    dx: float32[6, 8] = aten.add.Tensor(dx1, dx2)
+    return (down,), (dx, None, None, weight)
+"""
+
+
+def test_a_compiled_body_holds_what_is_added_to_sums_until_it_ends() -> None:
+    """It returns both operands of the weight's gradient, one of which is the gate's result."""
+    wide = 3 * 64 * 4  # bytes of a tile of 3 rows
+    by_eager, by_compiled = (
+        max(node.meta[Mark.WORKSPACE] for node in _tiled(GATED, 2, fused=fused).computed() if _is_loop(node))
+        for fused in (False, True)
+    )
+    # While d2 is made, mm, dgate, d1 and d2 exist.
+    assert (by_eager, by_compiled) == (4 * wide, 5 * wide)
+
+
+def _is_loop(node: fx.Node) -> bool:
+    return isinstance(node.target, TileLoop)

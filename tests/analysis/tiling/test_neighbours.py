@@ -154,53 +154,83 @@ def test_a_loss_head_stays_proportional_to_its_gradient(last: str, joins: bool) 
     assert "dx" in inside and ("dx1" in inside) is joins
 
 
-WIDTHS = {1: "one", 2: "two", 4: "four"}
+WIDTHS = (1, 2, 4)
+WEIGHTS = {f"wide{k}": (128, k) for k in WIDTHS} | {f"w{a}{b}": (a, b) for a in WIDTHS for b in WIDTHS}
 
 
-@st.composite
-def tails(draw: st.DrawFn) -> str:
-    """Graphs of operations behind a wide value, some of which need all rows at once."""
-    width = {"first": 4, "outside": draw(st.sampled_from([2, 4]))}
-    weights = {f"wide{k}": (128, k) for k in WIDTHS} | {f"w{a}{b}": (a, b) for a in WIDTHS for b in WIDTHS}
-    before = [f"outside: float32[64, {width['outside']}] = aten.mm.default(primals_1, w4{width['outside']})"]
-    lines = [
-        "mm: float32[64, 128] = aten.mm.default(primals_1, primals_2)",
-        "tanh: float32[64, 128] = aten.tanh.default(mm)",
-        f"first: float32[64, {width['first']}] = aten.mm.default(tanh, wide{width['first']})",
-    ]
-    apart = {"outside"}
+def add_operations(draw: st.DrawFn, width: dict[str, int], reads: dict[str, set[str]]) -> list[str]:
+    """Lines of operations on values that there are, some of which need all rows at once.
+
+    Args:
+        width: of each value; extended.
+        reads: by value, what its operation reads; extended.
+    """
+    lines = []
     for number in range(draw(st.integers(1, 7))):
         name, source = f"v{number}", draw(st.sampled_from(sorted(width)))
         other = draw(st.sampled_from(sorted(other for other in width if width[other] == width[source])))
         kind = draw(st.sampled_from(["add", "add", "mm", "neg", "flip"]))
-        width[name] = draw(st.sampled_from(sorted(WIDTHS))) if kind == "mm" else width[source]
+        width[name] = draw(st.sampled_from(WIDTHS)) if kind == "mm" else width[source]
+        reads[name] = {source, other} if kind == "add" else {source}
         call = {
             "add": f"add.Tensor({source}, {other})",
             "mm": f"mm.default({source}, w{width[source]}{width[name]})",
             "neg": f"neg.default({source})",
             "flip": f"flip.default({source}, [0])",
         }[kind]
-        # What does not depend on the wide value is made before it.
-        if {source, other if kind == "add" else source} <= apart:
-            apart.add(name)
-        (before if name in apart else lines).append(f"{name}: float32[64, {width[name]}] = aten.{call}")
-    lines = [*before, *lines]
-    read = {
-        word
-        for line in lines
-        for word in line.partition("=")[2].replace("(", " ").replace(",", " ").replace(")", " ").split()
-    }
-    returned = [name for name in width if name not in read]
+        lines.append(f"{name}: float32[64, {width[name]}] = aten.{call}")
+    return lines
+
+
+def graph_of(lines: list[str], returned: list[str]) -> str:
     inputs = "".join(
-        f"    {name}: float32[{rows}, {columns}],  # parameter\n" for name, (rows, columns) in weights.items()
+        f"    {name}: float32[{rows}, {columns}],  # parameter\n" for name, (rows, columns) in WEIGHTS.items()
     )
     body = "".join(f"    {line}\n" for line in lines)
     return (
         "def joint(\n    primals_1: float32[64, 4],\n    primals_2: float32[4, 128],  # parameter\n"
         f"{inputs}    tangents_1: float32[64, 1],\n):\n    # forward\n{body}    # backward\n"
         "    back: float32[64, 1] = aten.neg.default(tangents_1)\n"
-        f"    return ({', '.join(returned)},), (None, None{', None' * len(weights)})\n"
+        f"    return ({', '.join(returned)},), (None, None{', None' * len(WEIGHTS)})\n"
     )
+
+
+@st.composite
+def tails(draw: st.DrawFn) -> str:
+    """Graphs with operations behind a wide value."""
+    width, reads = {"first": 4, "outside": draw(st.sampled_from([2, 4]))}, {"first": set[str](), "outside": set[str]()}
+    operations = add_operations(draw, width, reads)
+    # What does not depend on the wide value is made before it.
+    apart = {"outside"}
+    for name, sources in reads.items():
+        apart |= {name} if sources and sources <= apart else set()
+    lines = [
+        f"outside: float32[64, {width['outside']}] = aten.mm.default(primals_1, w4{width['outside']})",
+        *(line for line in operations if line.partition(":")[0] in apart),
+        "mm: float32[64, 128] = aten.mm.default(primals_1, primals_2)",
+        "tanh: float32[64, 128] = aten.tanh.default(mm)",
+        "first: float32[64, 4] = aten.mm.default(tanh, wide4)",
+        *(line for line in operations if line.partition(":")[0] not in apart),
+    ]
+    return graph_of(lines, [name for name in width if not any(name in sources for sources in reads.values())])
+
+
+@st.composite
+def beginnings(draw: st.DrawFn) -> str:
+    """Graphs with operations before a wide value."""
+    width, reads = {"start": 4}, {"start": set[str]()}
+    operations = add_operations(draw, width, reads)
+    last = draw(st.sampled_from([name for name in width if width[name] == 4]))
+    unread = [name for name in width if name != last and not any(name in sources for sources in reads.values())]
+    kept = draw(st.lists(st.sampled_from(sorted(width)), max_size=1))
+    lines = [
+        "start: float32[64, 4] = aten.neg.default(primals_1)",
+        *operations,
+        f"mm: float32[64, 128] = aten.mm.default({last}, primals_2)",
+        "tanh: float32[64, 128] = aten.tanh.default(mm)",
+        "first: float32[64, 4] = aten.mm.default(tanh, wide4)",
+    ]
+    return graph_of(lines, list(dict.fromkeys(["first", *unread, *kept])))
 
 
 def bytes_behind(joint: JointGraph, inside: set[fx.Node]) -> int:
@@ -218,26 +248,57 @@ def bytes_behind(joint: JointGraph, inside: set[fx.Node]) -> int:
     )
 
 
-@given(tails())
-def test_no_other_choice_leaves_fewer_bytes(text: str) -> None:
+def bytes_before(joint: JointGraph, inside: set[fx.Node]) -> int:
+    """Bytes of the values that exist when the loop begins, or are made in it, and are read in it or later."""
+    return sum(
+        node.meta["val"].numel() * 4
+        for node in joint.in_phase(Phase.FORWARD)
+        if any(user.op == "output" or (user in inside and node not in inside) for user in node.users)
+    )
+
+
+def related(joint: JointGraph, core: set[fx.Node], behind: bool) -> set[fx.Node]:
+    """The forward's operations that depend on some, or that these depend on."""
+    found: set[fx.Node] = set()
+    forward = joint.in_phase(Phase.FORWARD)
+    for node in forward if behind else reversed(forward):
+        others = node.all_input_nodes if behind else node.users
+        if node not in core and any(other in core or other in found for other in others):
+            found.add(node)
+    return found
+
+
+def check_least(text: str, behind: bool) -> None:
+    """Hold the bytes beside a region against those of every other choice."""
     joint = joint_of(text)
-    found = TileRegions(joint, KINDS).find_wide_regions(64 * 128)
-    (region,) = found
+    (region,) = TileRegions(joint, KINDS).find_wide_regions(64 * 128)
     inside = set(region.members)
     core = {node for node in inside if node.name in ("mm", "tanh", "first")}
     assert len(core) == 3
-    behind: set[fx.Node] = set()
-    for node in joint.in_phase(Phase.FORWARD):
-        if node not in core and any(source in core or source in behind for source in node.all_input_nodes):
-            behind.add(node)
-    possible = [node for node in behind if "flip" not in str(node.target)]
+    others = related(joint, core, behind)
+    possible = [node for node in others if "flip" not in str(node.target)]
     choices: Iterable[set[fx.Node]] = (
         core | set(some) for count in range(len(possible) + 1) for some in itertools.combinations(possible, count)
     )
+    count_bytes = bytes_behind if behind else bytes_before
     least = min(
-        bytes_behind(joint, chosen)
+        count_bytes(joint, chosen)
         for chosen in choices
-        # What is between two of them is one of them.
-        if all(source in chosen or source not in behind for node in chosen for source in node.all_input_nodes)
+        # What is between one of them and the core is one of them.
+        if all(
+            other in chosen or other not in others
+            for node in chosen
+            for other in (node.all_input_nodes if behind else node.users)
+        )
     )
-    assert bytes_behind(joint, inside) == least
+    assert count_bytes(joint, inside) == least
+
+
+@given(tails())
+def test_no_other_choice_leaves_fewer_bytes_behind(text: str) -> None:
+    check_least(text, behind=True)
+
+
+@given(beginnings())
+def test_no_other_choice_leaves_fewer_bytes_before(text: str) -> None:
+    check_least(text, behind=False)
