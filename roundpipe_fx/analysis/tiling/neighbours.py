@@ -27,6 +27,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
+import torch
 from torch import fx
 
 from roundpipe_fx.analysis.minimum_cut import SINK, SOURCE, UNCUTTABLE, Arc, choose_unit, minimum_cut
@@ -134,10 +135,16 @@ def _spread(growth: Growth, core: Collection[fx.Node], behind: bool) -> tuple[li
             # A whole value of the forward would be read where none is now.
             if not available.issuperset(value for value in other.all_input_nodes if _is_saved(value, other)):
                 continue
-            if other not in copy.members and copy.join(other):
+            if other not in copy.members and copy.join(other) and not _sums_in_float16(other, copy):
                 candidates.append(other)
                 waiting.append(other)
     return candidates, dataclasses.replace(copy, kind=growth.kind)
+
+
+def _sums_in_float16(node: fx.Node, growth: Growth) -> bool:
+    """Return whether an operation is a sum over tiles of float16, to which each tile's part would be rounded."""
+    made = [value for value in node_outputs(node) if is_tensor(value) and value not in growth.where]
+    return any(value.meta["val"].dtype is torch.float16 for value in made)
 
 
 def _choose(core: Collection[fx.Node], candidates: Sequence[fx.Node], growth: Growth, behind: bool) -> set[fx.Node]:

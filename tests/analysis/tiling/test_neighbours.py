@@ -58,9 +58,10 @@ def gated(
     backward: str = NOTHING.replace("nothing", "none"),
     result: str = "y",
     gradient: str = "None",
+    dtype: str = "float32",
 ) -> TileRegion:
     text = GATED.format(forward=forward, backward=backward, result=result, gradient=gradient)
-    region = TileRegions(joint_of(text), KINDS).find_wide_regions(64 * 128)[0]
+    region = TileRegions(joint_of(text.replace("float32", dtype)), KINDS).find_wide_regions(64 * 128)[0]
     assert region.kind is BLOCK
     return region
 
@@ -106,6 +107,14 @@ def test_a_value_of_the_forward_is_not_read_whole_for_it() -> None:
     region = gated(forward=other, backward=f"{scaled}\n    {total}", gradient="total")
     inside = {node.name for node in region.members}
     assert "dn" in inside and not {"scaled", "total"} & inside
+
+
+@pytest.mark.parametrize(("dtype", "joins"), [("float32", True), ("bfloat16", True), ("float16", False)])
+def test_sums_over_tiles_of_float16_do_not_join(dtype: str, joins: bool) -> None:
+    """The gradient of a bias would have larger errors than without tiles."""
+    total = "total: float32[4] = aten.sum.dim_IntList(dn, [0])"
+    inside = {node.name for node in gated(backward=total, gradient="total", dtype=dtype).members}
+    assert "dn" in inside and ("total" in inside) is joins
 
 
 def test_what_runs_between_two_members_joins_or_none_of_them_does() -> None:
